@@ -141,13 +141,13 @@ def test_recording_collects_requests_and_compiles_nothing(monkeypatch):
 
 @pytest.mark.proof
 def test_bench_cases_whose_inputs_depend_on_lengths_are_warm():
-    """Fake tensors do not have these. Parity's cases over pages are too small for CTAs that share or draw tiles."""
+    """Fake tensors do not have these. Parity's cases over pages are too small for these schedulers."""
     from torch_attnkit import warmup
 
     asked = warmup.requests("sm90", "flash_attention_varlen")
-    assert "trace_packed_dynamic" in {request.trace for request in asked}
+    assert "dynamic" in {dict(request.signature).get("scheduler") for request in asked}
     asked = warmup.requests("sm90", "flash_attention_paged")
-    assert {"trace_paged_dynamic", "trace_paged_persistent"} <= {request.trace for request in asked}
+    assert {"dynamic", "stream_k"} <= {dict(request.signature).get("scheduler") for request in asked}
 
 
 @without_compiler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.prefill.test_dynamic import problem as attention
 from torch_attnkit import parity, paths, warmup
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
@@ -21,8 +23,10 @@ from torch_attnkit.kernels.indexer.sm90 import launch as indexer
 from torch_attnkit.kernels.norm import launch as norms
 from torch_attnkit.kernels.prefill.launch import trace_dense
 from torch_attnkit.kernels.prefill.sm90 import launch as prefill
+from torch_attnkit.kernels.prefill.sm90 import plan
 from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.kernels.prefill.sm100 import split_plan
+from torch_attnkit.kernels.scores import Scores
 
 pytestmark = pytest.mark.filterwarnings("default")  # the compiler's own imports warn
 MAX_REGISTERS = 255
@@ -38,12 +42,9 @@ SIBLINGS = {"sm100": ("sm_103a",)}
 # memory LDTM and STTM. Slower ways to do the same would compile as well.
 PREFILL = {"sm90": ("HGMMA", "UTMALDG"), "sm100": ("UTCHMMA", "UTMALDG", "LDTM", "STTM")}
 INSTRUCTIONS = {
-    **{(f"prefill_{kind}", arch): PREFILL[arch] for kind in ("dense", "packed", "cached") for arch in PREFILL},
-    ("prefill_cached_persistent", "sm90"): PREFILL["sm90"],
-    ("prefill_paged_persistent", "sm90"): PREFILL["sm90"],
-    **{(f"prefill_{kind}_dynamic", "sm90"): PREFILL["sm90"] for kind in ("dense", "packed", "paged")},
+    **{(f"prefill_{kind}", "sm100"): PREFILL["sm100"] for kind in ("dense", "packed", "cached", "paged")},
+    **{(f"prefill{kind}", "sm90"): PREFILL["sm90"] for kind in ("", "_hdim512", "_fp8", "_cached")},
     ("prefill_paged", "sm90"): ("HGMMA",),  # and TMA's loads, or cp.async's of small pages
-    ("prefill_paged", "sm100"): PREFILL["sm100"],
     **{("decode_mma", arch): ("HMMA", "LDGSTS") for arch in PREFILL},
     ("decode_wgmma", "sm90"): ("HGMMA", "LDGSTS"),
     ("decode_mla", "sm90"): ("HGMMA", "UTMALDG"),
@@ -251,13 +252,17 @@ def test_kernels_for_splits_of_the_keys_fit(row, monkeypatch):
 @pytest.mark.skipif(bool(missing), reason=f"needs {' and '.join(missing)}")
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("dims", heads(BITS16), ids=lambda dims: f"D{dims[0]}")
-def test_kernels_that_draw_their_tiles_fit(dims, softcap):
+def test_dynamic_kernels_over_pages_fit(dims, softcap):
     """Parity's cases have too few tiles for them."""
-    tile = TILES[BITS16, *dims].paged
-    signature = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], softcap=softcap, page=16, box=16, group=4)
-    request = compile.Request.of("sm90", prefill.trace_paged_dynamic, **signature | tile.of_a_group())
-    assert request.name == "prefill_paged_dynamic"
-    are_fine([request], "sm90")
+    signature = dynamic_signature(dims, TILES[BITS16, *dims].paged, "paged", softcap=softcap)
+    are_fine([compile.Request.of("sm90", prefill.trace_paged, page=16, box=16, **signature)], "sm90")
+
+
+def dynamic_signature(dims, tile, kv, softcap=False, window=-1, sinks=0, **facts):
+    scores = Scores(dims[0], window=window, sink_tokens=sinks, softcap=30.0 if softcap else 0.0)
+    sizes = dict(dim=dims[0], dim_v=dims[1], scores=scores, packed=kv == "packed")
+    problem = dataclasses.replace(attention(1, 4096), **sizes, **facts)
+    return plan.group_signature(problem, plan.Plan(tile, dynamic=132), kv)
 
 
 @pytest.mark.sample(17)
@@ -266,25 +271,23 @@ def test_kernels_that_draw_their_tiles_fit(dims, softcap):
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 @pytest.mark.parametrize("dims", [d for d in heads(BITS16) if TILES[BITS16, *d].dynamic], ids=str)
 @pytest.mark.proof
-def test_kernels_that_draw_tiles_of_tensors_fit(dims, kind, every):
+def test_dynamic_kernels_over_tensors_fit(dims, kind, every):
     """The same, without features and with all lengths and capped scores."""
     choice = TILES[BITS16, *dims].dynamic
-    facts = dict(dtype="bf16", dim=dims[0], dim_v=dims[1], group=4, softcap=every)
-    facts |= dict(kv_len=every, kv_start=every) if kind == "dense" else {}
+    facts = dict(softcap=every) | (dict(kv_len=every, kv_start=every) if kind == "dense" else {})
     asked = []
     for kept, window, sinks in (
-        (choice.full, 0, 0),
-        (choice.causal, 0, 0),
-        (choice.window, 1, 0),
-        (choice.window, 1, 1),
-        (choice.wide, 1, 0),
-        (choice.wide, 1, 1),
+        (choice.full, -1, 0),
+        (choice.causal, -1, 0),
+        (choice.window, 128, 0),
+        (choice.window, 128, 1),
+        (choice.wide, 1024, 0),
+        (choice.wide, 1024, 1),
     ):
         tile = every and kept and choice.capped or kept
         if tile is not None:
-            signature = facts | tile.of_a_group() | dict(window=bool(window), sink_tokens=bool(sinks))
-            trace = prefill.trace_dense_dynamic if kind == "dense" else prefill.trace_packed_dynamic
-            asked.append(compile.Request.of("sm90", trace, **signature))
+            signature = dynamic_signature(dims, tile, kind, window=window, sinks=sinks, **facts)
+            asked.append(compile.Request.of("sm90", prefill.trace, **signature))
     are_fine(list(dict.fromkeys(asked)), "sm90")
 
 

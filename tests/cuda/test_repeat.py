@@ -400,7 +400,7 @@ def test_persistent_blocks_are_repeated_to_the_bit(simulated, monkeypatch):
 @pytest.mark.simulator
 @pytest.mark.seconds(600)
 @pytest.mark.parametrize("op", ["flash_attention", "flash_attention_varlen"])
-def test_blocks_that_draw_their_tiles_are_repeated_to_the_bit(op, simulated, monkeypatch):
+def test_dynamic_tiles_are_repeated_to_the_bit(op, simulated, monkeypatch):
     """A counter that each call leaves at zero, and with no sinks memory in their place."""
     from torch_attnkit.kernels.prefill.sm90 import plan
 

@@ -20,7 +20,7 @@ class TensorCoreSums(TorchFunctionMode):
 
     The other oracles of E4M3 have exact sums, as Blackwell has them in float32. With Hopper's a score is off by up to
     2^-13 of its largest terms, and so is ``lse``. Where a kernel adds blocks of keys up in float32, as
-    ``kernels/prefill/sm90/codes.py`` does up to 128 columns, so does this; where it does not, its sums may be off by
+    ``prefill/sm90/mainloop_fp8.py`` does up to 128 columns, so does this; where it does not, its sums may be off by
     more than these, which P's rounding hides.
     """
 

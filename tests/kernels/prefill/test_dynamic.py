@@ -1,4 +1,4 @@
-"""Persistent CTAs that draw the work tiles of dense and packed batches on Hopper: whose calls, every feature, any
+"""The dynamic persistent scheduler for dense and packed batches on Hopper: whose calls, every feature, any
 lengths and heads, the same bits."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ H200 = 132  # multiprocessors
 DENSE, PACKED = "flash_attention", "flash_attention_varlen"
 SINKS = dict(window=33, sink_tokens=3)
 HEADS = [(1, 1), (3, 3), (6, 2), (5, 1), (14, 2), (12, 1)]
-DRAWN = {key[1:]: tiles.dynamic for key, tiles in TILES.items() if tiles.dynamic}
-PLANS = pytest.mark.parametrize("dim", DRAWN, ids=lambda dims: f"D{dims[0]}")
+DYNAMIC = {key[1:]: tiles.dynamic for key, tiles in TILES.items() if tiles.dynamic}
+PLANS = pytest.mark.parametrize("dim", DYNAMIC, ids=lambda dims: f"D{dims[0]}")
 
 
 def problem(batch: int, queries: int, dim: int = 64, group: int = 4, window: int = -1, **facts) -> Problem:
@@ -33,7 +33,7 @@ def problem(batch: int, queries: int, dim: int = 64, group: int = 4, window: int
 
 
 def test_whose_calls():
-    choice = DRAWN[64, 64]
+    choice = DYNAMIC[64, 64]
     capped = dataclasses.replace(problem(4, 4096), scores=Scores(64, softcap=30.0))
     assert plan.dynamic(capped, H200).tile == choice.capped != choice.causal
     # A MB of keys and values a head.
@@ -62,7 +62,7 @@ def test_a_section_of_heads_is_no_larger_than_the_launch():
 
 @pytest.mark.parametrize("name", [DENSE, PACKED])
 @PLANS
-def test_paritys_many_tiles_are_drawn(name, dim, monkeypatch):
+def test_paritys_many_tiles_are_dynamic(name, dim, monkeypatch):
     plans, dynamic, op = [], plan.dynamic, dispatch.OPS[name]
     monkeypatch.setattr(plan, "dynamic", lambda *given: plans.append(dynamic(*given)) or plans[-1])
     index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
@@ -74,7 +74,7 @@ def test_paritys_many_tiles_are_drawn(name, dim, monkeypatch):
 
 @pytest.fixture(params=[2])
 def ptx(request, monkeypatch):
-    """A simulated GPU with few multiprocessors, on which the tiles of a small batch are many; all heads may draw."""
+    """A simulated GPU with few multiprocessors, on which a small batch has many tiles; all heads may be dynamic."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     pytest.importorskip("cutlass", reason="needs the CuTeDSL compiler")
     from torch_attnkit.sim import ptx
@@ -124,10 +124,10 @@ def _agrees(name: str, args: list, **kwargs) -> None:
 MIXED = (40, 1, 0, 70, 3), (61, 131, 20, 4, 0)
 
 
-def all_drawn(monkeypatch, dim: tuple[int, int]) -> None:
-    """CTAs draw tiles where static ones are faster, too."""
-    key, found = (BITS16, *dim), dataclasses.asdict(DRAWN[dim])
-    every = Dynamic(**{name: getattr(DRAWN[dim], name) or DRAWN[dim].causal for name in found})
+def all_dynamic(monkeypatch, dim: tuple[int, int]) -> None:
+    """Dynamic where static tiles are faster, too."""
+    key, found = (BITS16, *dim), dataclasses.asdict(DYNAMIC[dim])
+    every = Dynamic(**{name: getattr(DYNAMIC[dim], name) or DYNAMIC[dim].causal for name in found})
     monkeypatch.setitem(TILES, key, dataclasses.replace(TILES[key], dynamic=every))
 
 
@@ -139,7 +139,7 @@ class TestSimulated:
     @PLANS
     def test_dense_with_every_feature(self, ptx, dim, monkeypatch):
         """Lengths on both sides, behind which NaN stands; more queries than keys; windows with and without sinks."""
-        all_drawn(monkeypatch, dim)
+        all_dynamic(monkeypatch, dim)
         args = _dense(70, 150, 8, 2, dim[0])
         padded = [*(t.clone() for t in args), *(torch.tensor(n, dtype=torch.int32) for n in ((100, 150), (0, 20)))]
         for t in padded[1:3]:
@@ -160,7 +160,7 @@ class TestSimulated:
     @PLANS
     @pytest.mark.proof
     def test_packed_with_every_feature(self, ptx, dim, monkeypatch):
-        all_drawn(monkeypatch, dim)
+        all_dynamic(monkeypatch, dim)
         args = _packed(*MIXED, 8, 2, dim[0])
         with ptx.settings(check=True, seed=dim[0]), ptx.counting() as launches:
             for mask in (
@@ -190,7 +190,7 @@ class TestSimulated:
             _agrees(DENSE, _dense(130, 130, 6, 3, 64, batch=3), causal=True)
 
     @pytest.mark.parametrize("ptx", [1, 2, 5], indirect=True)
-    def test_the_same_bits_whoever_draws_what(self, ptx):
+    def test_the_same_bits_whoever_takes_what(self, ptx):
         args, first = _dense(150, 150, 8, 2, 64), None
         for seed in range(3):
             with ptx.settings(check=True, seed=seed):

@@ -31,8 +31,8 @@ def problem(sequences: int, tokens: int, longest: int, keys: int, page: int = 16
     return PagedProblem(attention, page, 1000, keys)
 
 
-def nothing_drawn(monkeypatch, dim: int) -> None:
-    """No CTA draws tiles of this head size."""
+def nothing_dynamic(monkeypatch, dim: int) -> None:
+    """No dynamic tiles of this head size."""
     key = BITS16, dim, dim
     monkeypatch.setitem(TILES, key, dataclasses.replace(TILES[key], paged=None))
 
@@ -42,7 +42,7 @@ def test_rows_decide_on_tiles(monkeypatch):
     assert plan.of_pages(problem(64, 64, 1, 8192), H200).tile == tiles.few_rows
     nothing_to_multicast = problem(4, 4 * 4096, 4096, 8192, page=1)
     assert plan.of_pages(nothing_to_multicast, H200) == Plan(tiles.many_rows)
-    nothing_drawn(monkeypatch, 128)
+    nothing_dynamic(monkeypatch, 128)
     assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200) == Plan(tiles.many_rows, box=16)
     assert plan.of_pages(problem(4, 4 * 4096, 4096, 8192), H200) == Plan(tiles.row_pairs, 2, box=16)
 
@@ -161,7 +161,7 @@ class TestSimulated:
         monkeypatch.setattr(plan, "_PAIRED_TILES", 0)
         monkeypatch.setattr(plan, "of_pages", lambda p, sms: made(p, 1))  # too many tiles for clusters
         args = _made(16, (70, 20), (210, 140), 8, 2)
-        nothing_drawn(monkeypatch, args[0].shape[-1])
+        nothing_dynamic(monkeypatch, args[0].shape[-1])
         with ptx.settings(check=True, seed=seed), ptx.counting() as launches:
             _agrees(args)
         assert launches[0].grid[0] % 2 == 0

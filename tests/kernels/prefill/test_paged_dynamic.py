@@ -1,4 +1,4 @@
-"""Persistent CTAs that draw their work tiles over pages on Hopper: whose calls, any lengths and heads, same bits."""
+"""The dynamic persistent scheduler over pages on Hopper: whose calls, any lengths and heads, same bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .test_paged import (  # noqa: F401
     _agrees,
     _call_with_anything,
     _made,
-    nothing_drawn,
+    nothing_dynamic,
     problem,
     ptx,
     simulated,
@@ -27,26 +27,26 @@ LENGTHS = {
     # Queries and keys: prompts, tokens, a sequence without queries, one shorter than its block, drafts.
     "mixed": ((40, 1, 0, 70, 3), (300, 131, 20, 4, 257)),
     "tokens-and-a-prompt": ((1, 1, 150, 1), (500, 1, 150, 77)),
-    "short": ((20, 33, 7, 18, 25, 40, 9, 30), (20, 33, 7, 18, 25, 40, 9, 30)),  # tiles of a block are drawn ahead
+    "short": ((20, 33, 7, 18, 25, 40, 9, 30), (20, 33, 7, 18, 25, 40, 9, 30)),  # tiles of a block are dynamic ahead
 }
 
 
 def test_whose_calls(monkeypatch):
-    drawn = plan.Plan(TILES[BITS16, 128, 128].paged, dynamic=H200, box=16)
-    assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200) == drawn
-    assert plan.of_pages(problem(4, 4 * 4096, 4096, 8192), H200) == drawn
+    dynamic = plan.Plan(TILES[BITS16, 128, 128].paged, dynamic=H200, box=16)
+    assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200) == dynamic
+    assert plan.of_pages(problem(4, 4 * 4096, 4096, 8192), H200) == dynamic
     for others in (
         problem(64, 64, 1, 8192),  # few rows of a sequence
         problem(1, 64, 64, 8192),  # CTAs of a cluster share keys
         problem(64, 64 * 256, 512, 8192, page=4),  # threads copy rows
     ):
         assert plan.of_pages(others, H200).dynamic == 0
-    nothing_drawn(monkeypatch, 128)
+    nothing_dynamic(monkeypatch, 128)
     assert plan.of_pages(problem(64, 64 * 256, 512, 8192), H200).dynamic == 0
 
 
 @pytest.mark.parametrize("dim", heads(BITS16), ids=lambda dims: f"D{dims[0]}")
-def test_paritys_many_tiles_are_drawn(dim, monkeypatch):
+def test_paritys_many_tiles_are_dynamic(dim, monkeypatch):
     plans, of_pages, op = [], plan.of_pages, dispatch.OPS[NAME]
     monkeypatch.setattr(plan, "of_pages", lambda *given: plans.append(of_pages(*given)) or plans[-1])
     index = next(i for i, row in enumerate(op.kernels) if "sm90" in row.archs and row.dims["D"] == dim[:1])
@@ -98,7 +98,7 @@ class TestSimulated:
             _agrees(_made(16, (70, 1, 90), (100, 64, 90), *heads, 128))
 
     @pytest.mark.parametrize("ctas", [1, 2, 5], indirect=True)
-    def test_the_same_bits_whoever_draws_what(self, ptx, ctas):  # noqa: F811
+    def test_the_same_bits_whoever_takes_what(self, ptx, ctas):  # noqa: F811
         args = _made(16, *LENGTHS["mixed"], 8, 2)
         first = None
         for seed in range(3):

@@ -1,6 +1,6 @@
 """Host side of the prefill kernels for NVIDIA GPUs: scalars, sections of heads, layouts that TMA can read.
 
-``<arch>/plan.py`` has the tiles. Queries at the end of a cache are ``cached.py``'s.
+``launcher`` is Blackwell's, for dense batches and packed sequences; Hopper's are in ``sm90/launch.py``.
 """
 
 from __future__ import annotations
@@ -15,32 +15,46 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
 from ..scores import LOG2_E, MOST, Scores
-from .problem import Layout, Operands, Problem
+from .problem import Layout, Operands, PagedOperands, Problem
 
 # Bytes of keys and values that one section of heads may fill, of an H200's 50 MB of L2: 1 to 2 % there (docs/lab).
 _L2 = 16 << 20
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """What solves ``problem``, of dense batches or packed sequences, on ``target``."""
-    plan = _plan(target.arch)
+    """What solves ``problem``, of dense batches or packed sequences, on Blackwell."""
+    from .sm100 import plan
+
     p = without_idle_window(problem)
     signature = plan.signature(p) | ({} if p.packed else dict(kv_len=p.kv_len, kv_start=p.kv_start))
-    run = compile.launcher(
-        target, p.device, trace_packed if p.packed else trace_dense, **signature,
-    )  # fmt: skip
-    heads = 1 if p.packed else section(p, plan.sharers(p, signature))
-    start = reading(run, p, scalars(p.scores, heads, driver.sm_count(p.device)))
-    nothing = min(p.batch, p.keys) == 0 if p.packed else p.keys == 0
+    return static(p, target, trace_packed if p.packed else trace_dense, signature, plan.sharers(p, signature))
+
+
+def static(
+    problem: Problem, target: Target, trace: compile.Trace, signature: dict[str, Any], sharers: int
+) -> Callable[[Operands], None]:
+    """The launch of a kernel whose persistent CTAs know their tiles; ``sharers`` as in ``section``."""
+    p = problem
+    run = compile.launcher(target, p.device, trace, **signature)
+    start = reading(run, p, static_scalars(p, sharers))
 
     def launch(operands: Operands) -> None:
         if operands.lse.numel() == 0:
             return
-        if nothing:
+        if has_no_keys(p):
             return nothing_attended(operands)
         start(operands)
 
     return launch
+
+
+def has_no_keys(problem: Problem) -> bool:
+    return problem.keys == 0 or (problem.packed and problem.batch == 0)
+
+
+def static_scalars(problem: Problem, sharers: int) -> tuple[Any, ...]:
+    p = problem
+    return scalars(p.scores, 1 if p.packed else section(p, sharers), driver.sm_count(p.device))
 
 
 def without_idle_window(problem: Problem) -> Problem:
@@ -126,41 +140,23 @@ def reading(run: Callable[..., None], problem: Problem, numbers: tuple[Any, ...]
     return start
 
 
-def nothing_attended(operands: Operands) -> None:
+def nothing_attended(operands: Operands | PagedOperands) -> None:
     """The results of queries that have no keys."""
     operands.out.zero_()
     operands.lse.fill_(-torch.inf)
-    if operands.row_sum is not None:
+    if isinstance(operands, Operands) and operands.row_sum is not None:
         operands.row_sum.zero_()
 
 
-def _plan(arch: str) -> Any:
-    if arch == "sm90":
-        from .sm90 import plan as hopper
-
-        return hopper
-    from .sm100 import plan as blackwell
-
-    return blackwell
-
-
 def trace_dense(arch: str, **signature: Any) -> compile.Traced:
-    """Dense batches."""
-    if arch == "sm90":
-        from .sm90 import kernel as hopper_kernel
+    """Dense batches on Blackwell."""
+    from .sm100 import kernel
 
-        return hopper_kernel.trace_dense(arch, **signature)
-    from .sm100 import kernel as blackwell_kernel
-
-    return blackwell_kernel.trace_dense(arch, **signature)
+    return kernel.trace_dense(arch, **signature)
 
 
 def trace_packed(arch: str, **signature: Any) -> compile.Traced:
-    """Packed sequences."""
-    if arch == "sm90":
-        from .sm90 import kernel as hopper_kernel
+    """Packed sequences on Blackwell."""
+    from .sm100 import kernel
 
-        return hopper_kernel.trace_packed(arch, **signature)
-    from .sm100 import kernel as blackwell_kernel
-
-    return blackwell_kernel.trace_packed(arch, **signature)
+    return kernel.trace_packed(arch, **signature)

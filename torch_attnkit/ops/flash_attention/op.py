@@ -74,7 +74,7 @@ OP = Op(
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales", launcher=prefill.BLACKWELL),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, _VALUES, launcher=prefill.METAL),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", _VALUES, launcher=prefill.METAL),
-        *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16, wide=True), _ALL, launcher=prefill.HOPPER_WIDE),
+        *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16, wide=True), _ALL, launcher=prefill.HOPPER_HDIM512),
         *rules.of_codes("sm90", sm90.FP8, sm90.heads(sm90.FP8), f"{_ALL} scales", launcher=prefill.HOPPER_FP8),
     ),
 )

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from torch_attnkit.cuda.ring import Fixed
 
-from ..blocks import TileScheduler, tile_of_round
+from ..key_blocks import TileScheduler, tile_of_round
 from ..types import Inputs, Outputs, Scalars
 from .scheduler import Scheduler
 from .types import Config, Heads, Layouts, Loads, Mmas, SharedMemory, WorkTile

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, const_expr
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm100 import softmax, tmem
 
-from ..blocks import UnseenKeys
+from ..key_blocks import UnseenKeys
 from ..types import Inputs, Outputs, Scalars
 from .epilogue import Epilogue
 from .rows import arrive, lane, masked, rescale

@@ -9,7 +9,7 @@ from cutlass import Int32
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
 
-from ..blocks import KeyBlocks
+from ..key_blocks import KeyBlocks
 from ..types import Inputs
 from .paged_keys import Boxes, Piece, Rows
 from .two_cta_types import CTAS, HALF, LANES, TwoCta

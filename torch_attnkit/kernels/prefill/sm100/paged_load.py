@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from torch_attnkit.cuda.ring import Fixed
 
-from ..blocks import TileScheduler, packed, tile_of_round
+from ..key_blocks import TileScheduler, packed, tile_of_round
 from ..types import Inputs, Outputs, Scalars
 from .load import Load
 from .paged_types import Paging

@@ -20,7 +20,7 @@ from cutlass.utils import blackwell_helpers as blackwell
 from torch_attnkit.cuda.ring import rings
 from torch_attnkit.cuda.sm100 import tmem
 
-from ..blocks import TileScheduler
+from ..key_blocks import TileScheduler
 from ..types import Inputs, Outputs, Scalars
 from .load import Load
 from .rows import Softmax

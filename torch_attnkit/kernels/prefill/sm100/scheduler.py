@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from torch_attnkit.cuda.ring import Fixed, Ring
 
-from ..blocks import KeyBlocks, Sequence, TileScheduler, UnseenKeys, dense, key_blocks_of, packed, unseen_keys
+from ..key_blocks import KeyBlocks, Sequence, TileScheduler, UnseenKeys, dense, key_blocks_of, packed, unseen_keys
 from ..types import Inputs, Outputs, Scalars
 from .split import blocks_of_split, has_keys
 from .types import Config, WorkTile

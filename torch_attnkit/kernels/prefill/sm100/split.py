@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from ..blocks import KeyBlocks
+from ..key_blocks import KeyBlocks
 from ..types import Outputs
 from .types import Config, WorkTile
 

@@ -12,7 +12,7 @@ from ..problem import Problem
 from .plan import multiprocessors
 
 _ROWS = 128  # of a tile
-# Of one multiprocessor and microsecond: KB that its copies bring (an H200's, ``sm90/multi_plan.py``), KB that are its
+# Of one multiprocessor and microsecond: KB that its copies bring (an H200's, ``sm90/plan.py``), KB that are its
 # part of 8 TB/s among 148, cycles; and per cycle: operations of its tensor cores, exponentials.
 _COPIES, _MEMORY, _CYCLES = 50.0, 54.0, 1860.0
 _OPERATIONS, _EXPONENTIALS = 8192.0, 16.0

@@ -27,7 +27,7 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm100 import tmem
 
-from ..blocks import KeyBlocks
+from ..key_blocks import KeyBlocks
 from . import two_cta_rows
 from .epilogue import Epilogue
 from .mma import multiply, release

@@ -16,7 +16,7 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm100 import softmax, tmem
 
-from ..blocks import UnseenKeys
+from ..key_blocks import UnseenKeys
 from ..types import Inputs, Outputs, Scalars
 from .epilogue import Epilogue
 from .rows import arrive, lane, masked, rescale

@@ -17,10 +17,11 @@ from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
 from ...scores import MOST
-from .. import launch as static
-from ..launch import nothing_attended, query_reader, reader, reading, scalars, section
+from .. import launch as family
+from ..launch import nothing_attended, query_reader, reader, reading, static
 from ..problem import Layout, Operands, PagedOperands, PagedProblem, Problem
 from . import plan
+from .tiles import split_floats
 
 Scales = tuple[torch.Tensor | None, ...]  # of q, k and v, (B, Hkv) each
 
@@ -29,16 +30,16 @@ Scales = tuple[torch.Tensor | None, ...]  # of q, k and v, (B, Hkv) each
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """What solves ``problem`` in 16 bits: persistent CTAs draw their work tiles, or have them by rounds."""
-    p = static.without_idle_window(problem)
+    """What solves ``problem`` in 16 bits, by the dynamic persistent scheduler or the static one."""
+    p = family.without_idle_window(problem)
     chosen = plan.dynamic(p, driver.sm_count(p.device))
     if chosen is None:
-        return static.launcher(problem, target)
+        signature = plan.signature(p)
+        return static(p, target, trace, signature, plan.sharers(p, signature))
     run = compile.launcher(
-        target, p.device, trace_packed_dynamic if p.packed else trace_dense_dynamic,
-        **plan.dynamic_signature(p, chosen.tile),
+        target, p.device, trace, **plan.group_signature(p, chosen, "packed" if p.packed else "dense")
     )  # fmt: skip
-    workspace = _draws(p, chosen.dynamic, chosen.section)
+    workspace = _workspace(p, chosen)
     start = reading(lambda *arguments: run(*arguments, *workspace()), p, _scalars(p, 1))
     unread = torch.empty(p.heads, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys) == 0
@@ -51,24 +52,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     return launch
 
 
-def wide(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """The same for heads whose output no warpgroup holds alone (``halves.py``)."""
-    p, signature = problem, plan.signature(problem)
-    run = compile.launcher(
-        target, p.device, trace_packed_wide if p.packed else trace_dense_wide,
-        **signature, **_lengths(p),
-    )  # fmt: skip
-    together = 1 if p.packed else section(p, plan.sharers(p, signature))
-    start = reading(run, p, scalars(p.scores, together, driver.sm_count(p.device)))
-    nothing = p.keys == 0 or (p.packed and p.batch == 0)
-
-    def launch(operands: Operands) -> None:
-        if nothing:
-            nothing_attended(operands)
-        elif operands.lse.numel():
-            start(operands)
-
-    return launch
+def hdim512(problem: Problem, target: Target) -> Callable[[Operands], None]:
+    """The same for heads whose output no warpgroup holds alone."""
+    signature = plan.signature(problem)
+    return static(problem, target, trace_hdim512, signature, plan.sharers(problem, signature))
 
 
 def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -78,23 +65,15 @@ def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """
     p = dataclasses.replace(problem, k=_by_token(problem.k), v=_by_token(problem.v)) if problem.cached else problem
     signature = plan.signature(p)
-    lengths = _lengths(p) | ({} if p.packed else dict(ends_at_kv_len=p.cached))
-    run = compile.launcher(
-        target, p.device, trace_packed_fp8 if p.packed else trace_dense_fp8,
-        **signature, **lengths,
-    )  # fmt: skip
-    transpose = compile.launcher(
-        target, p.device, trace_transpose, varlen=p.packed,
-        **plan.transpose_signature(signature), **lengths,
-    )  # fmt: skip
-    together = 1 if p.packed else section(p, plan.sharers(p, signature))
-    numbers = scalars(p.scores, together, driver.sm_count(p.device))
+    run = compile.launcher(target, p.device, trace_fp8, **signature)
+    transpose = compile.launcher(target, p.device, trace_transpose_v, **plan.transpose_signature(p, signature))
+    numbers = family.static_scalars(p, plan.sharers(p, signature))
     read_q, read_k, read_v = query_reader(p), reader(p.k, 1), reader(p.v, 1)
     shape = _transposed_shape(p, signature["tile_n"])
-    scaled, nothing = any(p.scales), p.keys == 0 or (p.packed and p.batch == 0)
+    scaled = any(p.scales)
 
     def launch(o: Operands) -> None:
-        if nothing:
+        if family.has_no_keys(p):
             return nothing_attended(o)
         if o.lse.numel() == 0:
             return
@@ -108,10 +87,6 @@ def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
         run(ins, (o.out, o.lse, None if p.normalize else o.row_sum), numbers)
 
     return launch
-
-
-def _lengths(problem: Problem) -> dict[str, bool]:
-    return {} if problem.packed else dict(kv_len=problem.kv_len, kv_start=problem.kv_start)
 
 
 def _by_token(cache: Layout) -> Layout:
@@ -131,52 +106,37 @@ def _transposed_shape(problem: Problem, keys: int) -> tuple[int, ...]:
 
 
 def of_cache(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """What solves ``problem`` in 16 bits, whose K and V are caches (B, Hkv, S, D)."""
-    return _over_cache(problem, target, trace_cached, trace_cached_persistent)
+    """What solves ``problem``, whose K and V are caches (B, Hkv, S, D), by tiles that a KV head's query heads share."""
+    p = problem
+    if p.batch * p.queries * p.heads == 0:
+        return lambda operands: None
+    chosen = plan.of_cache(p, driver.sm_count(p.device))
+    run = compile.launcher(target, p.device, trace_cached, **plan.group_signature(p, chosen, "cache"))
+    start = _group_start(run, p, chosen)
+
+    def launch(o: Operands) -> None:
+        if p.keys == 0:
+            return nothing_attended(o)
+        kv_start = o.kv_len if o.kv_start is None else o.kv_start
+        start(o, lambda q, k, v, sink, scales: (q, k, v, o.kv_len, sink, kv_start, scales))
+
+    return launch
 
 
 def of_cache_fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """The same over E4M3. Many queries are a dense batch."""
     p = problem
-    empty = p.batch * p.queries * p.heads == 0
-    if empty or plan.packs_heads(p, driver.sm_count(p.device)):
-        return _over_cache(p, target, trace_cached_fp8, trace_cached_persistent_fp8)
-    return _dense_over_cache(p, target)
-
-
-def _over_cache(
-    problem: Problem, target: Target, clusters: compile.Trace, persistent: compile.Trace
-) -> Callable[[Operands], None]:
-    p = problem
-    if p.batch * p.queries * p.heads == 0:
-        return lambda operands: None
-    chosen = plan.of_cache(p, driver.sm_count(p.device))
-    trace = persistent if chosen.persistent else clusters
-    run = compile.launcher(target, p.device, trace, **plan.group_signature(p, chosen.tile))
-    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    scales_of, numbers, workspace = _scale_reader(p), _scalars(p, chosen.ctas), _splits(p, chosen)
-    unread = torch.empty(1, dtype=torch.float32, device=p.device)
-
-    def launch(o: Operands) -> None:
-        if p.keys == 0:
-            return nothing_attended(o)
-        sink, start = unread if o.sink is None else o.sink, o.kv_len if o.kv_start is None else o.kv_start
-        ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.kv_len, sink, start, scales_of(o.scales))
-        run(ins, (o.out, o.lse), numbers, *workspace())
-
-    return launch
-
-
-def _dense_over_cache(problem: Problem, target: Target) -> Callable[[Operands], None]:
-    """Where all queries of a block see all keys, rows of queries before the first key are cleared behind attention."""
-    p, attend = problem, fp8(problem, target)
+    if p.batch * p.queries * p.heads == 0 or plan.packs_heads(p, driver.sm_count(p.device)):
+        return of_cache(p, target)
+    attend = fp8(p, target)
     if p.causal:
         return attend
-    clear = compile.launcher(target, p.device, trace_clear, dtype=short(p.out_dtype))
+    # Where all queries of a block see all keys, rows of queries before the first key are cleared behind attention.
+    zero_fill = compile.launcher(target, p.device, trace_zero_fill, dtype=short(p.out_dtype))
 
     def launch(o: Operands) -> None:
         attend(o)
-        clear(o.out, o.lse, o.kv_len, p.keys)
+        zero_fill(o.out, o.lse, o.kv_len, p.keys)
 
     return launch
 
@@ -185,43 +145,39 @@ def _dense_over_cache(problem: Problem, target: Target) -> Callable[[Operands], 
 
 
 def of_pages(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
-    """What solves ``problem`` in 16 bits."""
-    return _over_pages(problem, target, trace_paged, trace_paged_persistent)
-
-
-def of_pages_fp8(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
-    """The same over E4M3."""
-    return _over_pages(problem, target, trace_paged_fp8, trace_paged_persistent_fp8)
-
-
-def _over_pages(
-    problem: PagedProblem, target: Target, clusters: compile.Trace, persistent: compile.Trace
-) -> Callable[[PagedOperands], None]:
+    """What solves ``problem``, whose K and V are pages."""
     p = problem.attention
     if p.queries * p.heads == 0:
         return lambda operands: None
     chosen = plan.of_pages(problem, driver.sm_count(p.device))
-    trace = persistent if chosen.persistent else trace_paged_dynamic if chosen.dynamic else clusters
-    run = compile.launcher(target, p.device, trace, **plan.pages_signature(problem, chosen))
-    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    scales_of, numbers = _scale_reader(p), _scalars(p, chosen.ctas)
-    workspace = _draws(p, chosen.dynamic) if chosen.dynamic else _splits(p, chosen)
-    unread = torch.empty(1, dtype=torch.float32, device=p.device)
+    run = compile.launcher(target, p.device, trace_paged, **plan.pages_signature(problem, chosen))
+    start = _group_start(run, p, chosen)
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
     def launch(o: PagedOperands) -> None:
         if nothing:
-            o.out.zero_()
-            o.lse.fill_(-torch.inf)
-            return
-        sink = unread if o.sink is None else o.sink
-        ins = (read_q(o.q), read_k(o.k), read_v(o.v), scales_of(o.scales), o.cu_q, o.table, o.kv_len, sink)
-        run(ins, (o.out, o.lse), numbers, *workspace())
+            return nothing_attended(o)
+        start(o, lambda q, k, v, sink, scales: (q, k, v, scales, o.cu_q, o.table, o.kv_len, sink))
 
     return launch
 
 
 # What kernels are given whose tiles a KV head's query heads share.
+
+
+def _group_start(run: Callable[..., None], problem: Problem, chosen: plan.Plan) -> Callable[..., None]:
+    """What runs a kernel on operands, and on its inputs as a function orders them."""
+    p = problem
+    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
+    scales_of, numbers, workspace = _scale_reader(p), _scalars(p, chosen.ctas), _workspace(p, chosen)
+    unread = torch.empty(1, dtype=torch.float32, device=p.device)
+
+    def start(o: Operands | PagedOperands, order: Callable[..., tuple[Any, ...]]) -> None:
+        sink = unread if o.sink is None else o.sink
+        ins = order(read_q(o.q), read_k(o.k), read_v(o.v), sink, scales_of(o.scales))
+        run(ins, (o.out, o.lse), numbers, *workspace())
+
+    return start
 
 
 def _scale_reader(problem: Problem) -> Callable[[Scales], Scales | None]:
@@ -234,145 +190,79 @@ def _scale_reader(problem: Problem) -> Callable[[Scales], Scales | None]:
 
 
 def _scalars(problem: Problem, ctas: int) -> tuple[Any, ...]:
-    """Their Scalars."""
+    """Their GroupScalars."""
     window, sinks = problem.scores.bounds if problem.scores.window >= 0 else (MOST, 0)
     flags = (int(on) for on in (problem.causal, problem.sink, problem.kv_start))
-    return (*scalars(problem.scores, 0, 0)[:2], window, sinks, *flags, ctas)
+    return (*family.scalars(problem.scores, 0, 0)[:2], window, sinks, *flags, ctas)
 
 
-def _splits(problem: Problem, chosen: plan.Plan) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of stream-K CTAs takes as its ``SplitWorkspace``; nothing where there are none."""
-    p, tile, ctas = problem, chosen.tile, chosen.persistent
-    if ctas == 0:
-        return lambda: ()
-    workspace = Workspace(p.device, 2 * ctas * plan.split_floats(tile.tile_m, p.dim_v), ctas)
-    start = plan.start(tile, (p.dim + p.dim_v) * p.dtype.itemsize)
-    return lambda: ((*workspace.get(), ctas, start),)
+def _workspace(problem: Problem, chosen: plan.Plan) -> Callable[[], tuple[Any, ...]]:
+    """What a launch takes as its ``SplitWorkspace`` or ``TileCounter``; nothing where it has none."""
+    p, tile, ctas = problem, chosen.tile, chosen.stream_k
+    if chosen.dynamic:
+        counter = Workspace(p.device, 1, 1)
+        return lambda: ((counter.get()[1], chosen.dynamic, chosen.section),)
+    if ctas:
+        splits = Workspace(p.device, 2 * ctas * split_floats(tile.tile_m, p.dim_v), ctas)
+        start = plan.start(tile, (p.dim + p.dim_v) * p.dtype.itemsize)
+        return lambda: ((*splits.get(), ctas, start),)
+    return lambda: ()
 
 
-def _draws(problem: Problem, ctas: int, section: int = 0) -> Callable[[], tuple[Any, ...]]:
-    """What a launch of ``ctas`` persistent CTAs takes that draw their work tiles (``dynamic_types.Draws``)."""
-    workspace = Workspace(problem.device, 1, 1)
-    return lambda: ((workspace.get()[1], ctas, section),)
+# What is compiled: a function for each set of modules that a call's kernel may need.
 
 
-# What is compiled.
+def trace(arch: str, **signature: Any) -> compile.Traced:
+    """Dense batches and packed sequences in 16 bits."""
+    from . import kernel
+
+    return kernel.trace(kernel.Parts(), **signature)
 
 
-def trace_dense_dynamic(arch: str, **signature: Any) -> compile.Traced:
-    """``dynamic_kernel.py``."""
-    from . import dynamic_kernel
+def trace_hdim512(arch: str, **signature: Any) -> compile.Traced:
+    """The same for heads of 512."""
+    from . import kernel, mainloop_hdim512
 
-    return dynamic_kernel.trace_dense_dynamic(arch, **signature)
-
-
-def trace_packed_dynamic(arch: str, **signature: Any) -> compile.Traced:
-    """``dynamic_kernel.py``."""
-    from . import dynamic_kernel
-
-    return dynamic_kernel.trace_packed_dynamic(arch, **signature)
+    return kernel.trace(
+        kernel.Parts(mainloop_hdim512.MainloopHdim512, mainloop_hdim512.EpilogueHdim512), **signature
+    )  # fmt: skip
 
 
-def trace_dense_wide(arch: str, **signature: Any) -> compile.Traced:
-    """``halves_kernel.py``."""
-    from . import halves_kernel
+def trace_fp8(arch: str, **signature: Any) -> compile.Traced:
+    """The same over E4M3, with V transposed by ``trace_transpose_v``'s kernel."""
+    from . import kernel, mainloop_fp8
 
-    return halves_kernel.trace_dense(arch, **signature)
-
-
-def trace_packed_wide(arch: str, **signature: Any) -> compile.Traced:
-    """``halves_kernel.py``."""
-    from . import halves_kernel
-
-    return halves_kernel.trace_packed(arch, **signature)
-
-
-def trace_dense_fp8(arch: str, **signature: Any) -> compile.Traced:
-    """``codes_kernel.py``."""
-    from . import codes_kernel
-
-    return codes_kernel.trace_dense(arch, **signature)
-
-
-def trace_packed_fp8(arch: str, **signature: Any) -> compile.Traced:
-    """``codes_kernel.py``."""
-    from . import codes_kernel
-
-    return codes_kernel.trace_packed(arch, **signature)
-
-
-def trace_transpose(arch: str, **signature: Any) -> compile.Traced:
-    """``codes_kernel.py``."""
-    from . import codes_kernel
-
-    return codes_kernel.trace_transpose(arch, **signature)
+    return kernel.trace(kernel.Parts(mainloop_fp8.MainloopFp8), **signature)
 
 
 def trace_cached(arch: str, **signature: Any) -> compile.Traced:
-    """``cached_kernel.py``."""
-    from . import cached_kernel
+    """Queries at the end of a cache."""
+    from . import kernel, mainloop_fp8, split_kv_scheduler, transpose_v
 
-    return cached_kernel.trace_cached(arch, **signature)
-
-
-def trace_cached_persistent(arch: str, **signature: Any) -> compile.Traced:
-    """``cached_kernel.py``."""
-    from . import cached_kernel
-
-    return cached_kernel.trace_cached_persistent(arch, **signature)
-
-
-def trace_cached_fp8(arch: str, **signature: Any) -> compile.Traced:
-    """``multi_codes_kernel.py``."""
-    from . import multi_codes_kernel
-
-    return multi_codes_kernel.trace_cached(arch, **signature)
-
-
-def trace_cached_persistent_fp8(arch: str, **signature: Any) -> compile.Traced:
-    """``multi_codes_kernel.py``."""
-    from . import multi_codes_kernel
-
-    return multi_codes_kernel.trace_cached_persistent(arch, **signature)
-
-
-def trace_clear(arch: str, **signature: Any) -> compile.Traced:
-    """``unplaced.py``."""
-    from . import unplaced
-
-    return unplaced.trace(arch, **signature)
+    fp8 = {"mainloop": mainloop_fp8.MainloopFp8} if signature["dtype"] == "f8e4m3" else {}
+    parts = kernel.Parts(split_kv=split_kv_scheduler, transpose_v=transpose_v.TransposeV, **fp8)
+    return kernel.trace(parts, **signature)
 
 
 def trace_paged(arch: str, **signature: Any) -> compile.Traced:
-    """``paged_kernel.py``."""
-    from . import paged_kernel
+    """Blocks of queries over pages."""
+    from . import kernel, load_paged, mainloop_fp8, split_kv_scheduler, transpose_v
 
-    return paged_kernel.trace_paged(arch, **signature)
-
-
-def trace_paged_persistent(arch: str, **signature: Any) -> compile.Traced:
-    """``paged_kernel.py``."""
-    from . import paged_kernel
-
-    return paged_kernel.trace_paged_persistent(arch, **signature)
+    fp8 = {"mainloop": mainloop_fp8.MainloopFp8} if signature["dtype"] == "f8e4m3" else {}
+    others = {"split_kv": split_kv_scheduler, "transpose_v": transpose_v.TransposeV} | fp8
+    parts = kernel.Parts(loader=load_paged.PagedLoader, **others)
+    return kernel.trace(parts, **signature)
 
 
-def trace_paged_dynamic(arch: str, **signature: Any) -> compile.Traced:
-    """``paged_kernel.py``."""
-    from . import paged_kernel
+def trace_transpose_v(arch: str, **signature: Any) -> compile.Traced:
+    """V of E4M3 ahead of ``trace_fp8``'s kernel."""
+    from . import transpose_v
 
-    return paged_kernel.trace_paged_dynamic(arch, **signature)
-
-
-def trace_paged_fp8(arch: str, **signature: Any) -> compile.Traced:
-    """``paged_codes_kernel.py``."""
-    from . import paged_codes_kernel
-
-    return paged_codes_kernel.trace_paged(arch, **signature)
+    return transpose_v.trace(**signature)
 
 
-def trace_paged_persistent_fp8(arch: str, **signature: Any) -> compile.Traced:
-    """``paged_codes_kernel.py``."""
-    from . import paged_codes_kernel
+def trace_zero_fill(arch: str, **signature: Any) -> compile.Traced:
+    """Rows of queries before a cache's first key, behind ``trace_fp8``'s kernel."""
+    from . import zero_fill
 
-    return paged_codes_kernel.trace_paged_persistent(arch, **signature)
+    return zero_fill.trace(**signature)

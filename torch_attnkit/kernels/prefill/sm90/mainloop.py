@@ -2,12 +2,12 @@
 
 ``S' = Q K'`` of the next block and ``O += P V`` of this one are on their way together, and the softmax of the next is
 computed under the second product. Scores, probabilities and output stay in registers. Which keys a row sees is the
-mask's, what a work tile is and where its result goes the kernel's: both kernels have a ``Mainloop``.
+mask's, what a work tile is and where its result goes the scheduler's.
 """
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -19,15 +19,14 @@ from cutlass.tensor_utils import LayoutEnum
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm90 import softmax
 
-from ..blocks import UnseenKeys
+from .config import WARPGROUP, Config
+from .mask import Mask
 
-WARPGROUP = 128  # threads
 
-
-class Barrier(enum.IntEnum):
+class NamedBarrier(enum.IntEnum):
     """Named barriers. 0 is the whole CTA's."""
 
-    TURN = 1  # + consumer: this consumer may issue its products; the one before it arrives
+    PING_PONG = 1  # + consumer: this consumer may issue its products; the one before it arrives
     Q_STORED = 4  # + consumer: this consumer's threads have stored their rows of Q
     CONSUMERS = 7  # all consumers are here
 
@@ -42,19 +41,6 @@ class Stages(Fixed):
     sQ: cute.Tensor  # (M, D, q_stages)
     sK: cute.Tensor  # (N, D, stages)
     sV: cute.Tensor  # (N, Dv, stages)
-
-
-class Mask(Protocol):
-    """Which keys the rows of a work tile see."""
-
-    def apply(self, rS: cute.Tensor, block: Int32, edge: str) -> None:
-        """Cap the scores, then give -inf to those of keys that a row must not see.
-
-        ``edge`` says which edges of what is seen may cross the block: "both", or "left" where the right one cannot.
-        """
-
-    def unseen(self) -> UnseenKeys:
-        """The keys at which no row looks."""
 
 
 @dataclass
@@ -80,10 +66,7 @@ class Consumer(Fixed):
 
 
 class Mainloop(Fixed):
-    """Of the kernel's Config it needs dtype, dim, dim_v, tile_m, tile_n, stages, consumers, padded, pair, turns,
-    late_rescale and softcap."""
-
-    def __init__(self, config: Any):
+    def __init__(self, config: Config):
         self.c = config
 
     def layout(self, shape: tuple[int, ...]) -> cute.ComposedLayout:
@@ -99,20 +82,15 @@ class Mainloop(Fixed):
     def mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
         """The two products: of Q and K, both in shared memory, and of P in registers and V."""
         c, major = self.c, OperandMajorMode
-        qk_mma = hopper.make_trivial_tiled_mma(
-            c.dtype, c.dtype, major.K, major.K, Float32, (c.consumers, 1, 1), (64, c.tile_n)
+        of_v = major.K if c.fp8 else major.MN
+        return self._mma(c.tile_n, major.K), self._mma(c.dim_v, of_v, warpgroup.OperandSource.RMEM)
+
+    def _mma(self, columns: int, major: Any, *source: Any) -> cute.TiledMma:
+        """Of all consumers, 64 rows each."""
+        dtype, tiles = self.c.dtype, (self.c.consumers, 1, 1)
+        return hopper.make_trivial_tiled_mma(
+            dtype, dtype, OperandMajorMode.K, major, Float32, tiles, (64, columns), *source
         )
-        pv_mma = hopper.make_trivial_tiled_mma(
-            c.dtype,
-            c.dtype,
-            major.K,
-            major.MN,
-            Float32,
-            (c.consumers, 1, 1),
-            (64, c.dim_v),
-            warpgroup.OperandSource.RMEM,
-        )
-        return qk_mma, pv_mma
 
     @cute.jit
     def rings(self, memory, warp: Int32, sizes: cutlass.Constexpr):
@@ -164,48 +142,82 @@ class Mainloop(Fixed):
         )
 
     @property
-    def in_turns(self) -> bool:
-        """Whether the consumers issue their products in turn."""
-        return self.c.turns and self.c.consumers > 1
+    def ping_pong(self) -> bool:
+        """Whether the consumers issue their products one after another."""
+        return self.c.ping_pong and self.c.consumers > 1
 
     @cute.jit
-    def begin_turns(self, w: Consumer):
-        """The first consumer's turn is the first."""
-        if const_expr(self.in_turns):
+    def begin_ping_pong(self, w: Consumer):
+        """The first consumer issues first."""
+        if const_expr(self.ping_pong):
             if w.warpgroup == 0:
-                cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN), number_of_threads=2 * WARPGROUP)
+                cute.arch.barrier_arrive(barrier_id=int(NamedBarrier.PING_PONG), number_of_threads=2 * WARPGROUP)
 
-    def _await_turn(self, w: Consumer) -> None:
-        if const_expr(self.in_turns):
-            cute.arch.barrier(barrier_id=int(Barrier.TURN) + w.warpgroup, number_of_threads=2 * WARPGROUP)
+    def _await_order(self, w: Consumer) -> None:
+        if const_expr(self.ping_pong):
+            cute.arch.barrier(barrier_id=int(NamedBarrier.PING_PONG) + w.warpgroup, number_of_threads=2 * WARPGROUP)
 
-    def _pass_turn(self, w: Consumer) -> None:
-        if const_expr(self.in_turns):
+    def _pass_order(self, w: Consumer) -> None:
+        if const_expr(self.ping_pong):
             after = (w.warpgroup + 1) % self.c.consumers
-            cute.arch.barrier_arrive(barrier_id=int(Barrier.TURN) + after, number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=int(NamedBarrier.PING_PONG) + after, number_of_threads=2 * WARPGROUP)
 
     def await_consumers(self) -> None:
-        cute.arch.barrier(barrier_id=int(Barrier.CONSUMERS), number_of_threads=WARPGROUP * self.c.consumers)
+        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=WARPGROUP * self.c.consumers)
 
-    def _multiply(self, mma, acc, a, b, *, clear: bool) -> None:
-        """Issue ``acc (+)= a b`` as one group of ``wgmma``, without waiting for it."""
+    def _multiply(self, mma, acc, a, b, *, clear: bool, steps: range | None = None) -> None:
+        """Issue ``acc (+)= a b``, or some steps of it, as one group of ``wgmma``, without waiting for it."""
         warpgroup.fence()
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, not clear)
-        for k in range(cute.size(a, mode=[2])):
+        for k in steps or range(cute.size(a, mode=[2])):
             cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
             atom.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
 
-    def _scores(self, w: Consumer, fill: Int32, n: Int32) -> cute.Tensor:
+    def _scores(self, w: Consumer, fill: Int32, n: Int32) -> Any:
+        """Issue the scores of block n."""
         rS = cute.make_rmem_tensor(w.qk_mma.partition_shape_C((self.c.tile_m, self.c.tile_n)), Float32)
         rQ = w.tSrQ[None, None, None, w.stages.ring_q.slot(fill)]
         rK = w.tSrK[None, None, None, w.stages.ring_k.slot(n)]
         self._multiply(w.qk_mma, rS, rQ, rK, clear=True)
         return rS
 
-    def _accumulate(self, w: Consumer, n: Int32) -> None:
+    def _sum(self, scores: Any) -> cute.Tensor:
+        """The scores, when they are there."""
+        return scores
+
+    def _issue_pv(self, w: Consumer, n: Int32) -> cute.Tensor:
+        """Issue P times block n of V, added to the output so far; returns the accumulator."""
         self._multiply(w.pv_mma, w.rO, w.rP, w.tOrV[None, None, None, w.stages.ring_v.slot(n)], clear=False)
+        return w.rO
+
+    def _add(self, w: Consumer, rB: cute.Tensor) -> None:
+        """Add the product to the output, where ``_issue_pv`` does not."""
+
+    @property
+    def late_rescale(self) -> bool:
+        """Whether the output is rescaled beside the scores of the next block, rather than before them."""
+        return self.c.late_rescale
+
+    def _rescale(self, w: Consumer) -> None:
+        if const_expr(self.late_rescale):
+            softmax.rescale(w.rO, w.scales)
+
+    def _keep_scales(self, w: Consumer, scales: list) -> None:
+        if const_expr(self.late_rescale):
+            w.scales[0], w.scales[1] = scales
+        else:
+            softmax.rescale(w.rO, scales)
+
+    def _pack(self, w: Consumer, rS: cute.Tensor) -> None:
+        """Round P."""
+        softmax.pack_into(w.rP_pairs, rS, self.c.dtype)
+
+    def _online(self, w: Consumer, rS: cute.Tensor, *, first: bool) -> list:
+        c = self.c
+        rules = {"first": first, "exact": not c.normalize} | ({"lift": c.p_offset} if c.fp8 else {})
+        return softmax.online(rS, w.row_max, w.row_sum, w.scalars.scale_log2, **rules)
 
     @cute.jit
     def first_block(self, w: Consumer, mask: Mask, fill: Int32, n: Int32, block: Int32):
@@ -213,55 +225,60 @@ class Mainloop(Fixed):
 
         ``fill`` and ``n`` count the fills of Q's ring and of K's and V's from the kernel's start.
         """
+        self._first_scores(w, mask, fill, n, block)
+        if const_expr(self.c.padded):
+            self._clear_rows(w, mask, n, block)
+
+    def _first_scores(self, w: Consumer, mask: Mask, fill: Int32, n: Int32, block: Int32) -> None:
         w.stages.ring_k.wait(n)
-        rS = self._scores(w, fill, n)
+        scores = self._scores(w, fill, n)
         w.rO.fill(0.0)
         w.scales.fill(1.0)
         warpgroup.wait_group(0)
         w.stages.ring_k.release(n)
+        rS = self._sum(scores)
         mask.apply(rS, block, "both")
-        softmax.online(rS, w.row_max, w.row_sum, w.scalars.scale_log2, first=True, exact=not self.c.normalize)
-        softmax.pack_into(w.rP_pairs, rS, self.c.dtype)
-        if const_expr(self.c.padded):
-            self._clear_rows(w, mask, n, block)
+        self._online(w, rS, first=True)
+        self._pack(w, rS)
 
     @cute.jit
     def next_block(self, w: Consumer, mask: Mask, fill: Int32, n: Int32, block: Int32, edge: cutlass.Constexpr):
         """Scores of block n beside the output product of block n - 1, then the probabilities of block n."""
+        self._next_scores(w, mask, fill, n, block, edge)
+        if const_expr(self.c.padded and edge != ""):
+            self._clear_rows(w, mask, n, block)
+
+    def _next_scores(self, w: Consumer, mask: Mask, fill: Int32, n: Int32, block: Int32, edge: str) -> None:
         w.stages.ring_k.wait(n)
-        self._await_turn(w)
-        rS = self._scores(w, fill, n)
-        if const_expr(self.c.late_rescale):
-            softmax.rescale(w.rO, w.scales)
+        self._await_order(w)
+        scores = self._scores(w, fill, n)
+        self._rescale(w)
         w.stages.ring_v.wait(n - 1)
-        self._accumulate(w, n - 1)
-        self._pass_turn(w)
+        rB = self._issue_pv(w, n - 1)
+        self._pass_order(w)
         warpgroup.wait_group(1)
         w.stages.ring_k.release(n)
-        if const_expr(edge != ""):
+        rS = self._sum(scores)
+        if edge != "":
             mask.apply(rS, block, edge)
-        elif const_expr(self.c.softcap):
+        elif self.c.softcap:
             softmax.cap(rS, w.scalars.cap_slope)
-        scales = softmax.online(rS, w.row_max, w.row_sum, w.scalars.scale_log2, first=False, exact=not self.c.normalize)
+        scales = self._online(w, rS, first=False)
         # ptxas moves most exponentials behind this wait, among the multiplications of the output, and that is best:
         # a branch that keeps them before it costs 8 % on an H200 (D 128, 2 x 8192).
         warpgroup.wait_group(0)
         w.stages.ring_v.release(n - 1)
-        if const_expr(self.c.late_rescale):
-            w.scales[0], w.scales[1] = scales
-        else:
-            softmax.rescale(w.rO, scales)
-        softmax.pack_into(w.rP_pairs, rS, self.c.dtype)
-        if const_expr(self.c.padded and edge != ""):
-            self._clear_rows(w, mask, n, block)
+        self._add(w, rB)
+        self._keep_scales(w, scales)
+        self._pack(w, rS)
 
     def last_product(self, w: Consumer, n: Int32) -> None:
-        if const_expr(self.c.late_rescale):
-            softmax.rescale(w.rO, w.scales)
+        self._rescale(w)
         w.stages.ring_v.wait(n)
-        self._accumulate(w, n)
+        rB = self._issue_pv(w, n)
         warpgroup.wait_group(0)
         w.stages.ring_v.release(n)
+        self._add(w, rB)
 
     @cute.jit
     def _clear_rows(self, w: Consumer, mask: Mask, n: Int32, block: Int32):

@@ -1,8 +1,8 @@
 """Which tiles a prefill launch on Hopper has, how many CTAs share them, and what its kernel is compiled for.
 
-Tiles of one head (``tile``, ``signature``) are dealt by a static persistent scheduler. Tiles of a KV head's query heads
-(PackGQA) are clusters, persistent CTAs that share keys (stream-K), or dynamic persistent CTAs: ``of_cache``,
-``of_pages`` and ``dynamic``. Knows sizes alone.
+Tiles of one head (``tile``, ``signature``) have the static persistent scheduler. Tiles of a KV head's query heads
+(PackGQA) have a cluster each, stream-K, or the dynamic persistent scheduler: ``of_cache``, ``of_pages`` and
+``dynamic``. Knows sizes alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch_attnkit.cuda.sm90.clusters import at_once
 
 from ..launch import section
 from ..problem import PagedProblem, Problem
-from .tiles import BITS16, FP8, TILES, Tile, Tiles, smaller
+from .tiles import BITS16, DYNAMIC, FP8, SINGLE_TILE, STREAM_K, TILES, Tile, Tiles, smaller
 
 # Of stream-K CTAs: bytes of keys and values that take as long as a work tile's start and end; how many tiles for each
 # multiprocessor, and of how many keys, they are used from. docs/lab/prefill.md has the times.
@@ -26,12 +26,14 @@ _MOST_CTAS = 8  # of a cluster; every GPU takes so many
 _COPIES, _MEMORY, _PRODUCTS = 50.0, 32.0, 7.5
 _START, _MERGE = 5.0, 1.0  # microseconds of a CTA beside its blocks, and of a cluster's merge
 
+_SHARED_MEMORY, _BARRIERS = 227 << 10, 2 << 10  # bytes: of a CTA, and what barriers and tile info take of it at most
+
 # Of dynamic CTAs. Dense batches of (D, Dv) whose queries see all keys, of which pairs of CTAs read keys once for two:
-# at the limit of power 1x16384 takes 6893 to 6910 us so and 6933 to 7016 drawn, 2x8192 3490 and 3540 (H200).
+# at the limit of power 1x16384 takes 6893 to 6910 us so and 6933 to 7016 dynamic, 2x8192 3490 and 3540 (H200).
 _PAIRED_HEADS = ((128, 128),)
 _WIDE = 512  # keys of a window; 128 and 1024 were timed
 _LEAST_GROUP = 2  # query heads of a KV head: tiles of one head are the static ones
-_FILLED = 7 / 8  # of a drawn tile's rows, which whole queries fill as far as a KV head's query heads allow
+_FILLED = 7 / 8  # of a dynamic tile's rows, which whole queries fill as far as a KV head's query heads allow
 
 # Of pages.
 _LEAST_BOX = 8  # keys: what 128 bytes of shared memory are swizzled by. Smaller boxes are rows, which threads copy.
@@ -51,10 +53,14 @@ class Plan(NamedTuple):
 
     tile: Tile
     ctas: int = 1  # of a cluster
-    persistent: int = 0  # stream-K: CTAs with equal runs of all blocks of keys; 0: a cluster has a work tile
-    dynamic: int = 0  # CTAs that draw their work tiles
+    stream_k: int = 0  # CTAs with equal runs of all blocks of keys; 0: another scheduler
+    dynamic: int = 0  # CTAs that take work tiles from a counter; 0: another scheduler
     box: int = 0  # keys that TMA loads at once, of one page; 0: every thread copies 16 bytes of a row at a time
     section: int = 0  # dynamic, dense: KV heads whose keys share the L2
+
+    @property
+    def scheduler(self) -> str:
+        return STREAM_K if self.stream_k else DYNAMIC if self.dynamic else SINGLE_TILE
 
 
 def tiles(problem: Problem) -> Tiles:
@@ -75,7 +81,7 @@ def tile(problem: Problem) -> Tile:
 
 
 def signature(problem: Problem) -> dict[str, Any]:
-    """The part of a kernel's signature that does not depend on how sequences are stored."""
+    """What a kernel is compiled for."""
     p, chosen = problem, tile(problem)
     return {
         **_sizes(p),
@@ -87,12 +93,15 @@ def signature(problem: Problem) -> dict[str, Any]:
         **_promoted(p),
         **({"scales": p.scales} if any(p.scales) else {}),
         **p.scores.features(),
+        **_lengths(p),
+        **({"ends_at_kv_len": True} if p.cached else {}),
     }
 
 
-def transpose_signature(signature: dict[str, Any]) -> dict[str, Any]:
-    """The part of it that V's transposition needs."""
-    return {name: signature[name] for name in ("dtype", "dim", "dim_v", "tile_n", "window", "sink_tokens")}
+def transpose_signature(problem: Problem, signature: dict[str, Any]) -> dict[str, Any]:
+    """What V's transposition ahead of such a kernel is compiled for."""
+    names = ("dtype", "dim", "dim_v", "tile_n", "window", "sink_tokens", "kv_len", "kv_start", "ends_at_kv_len")
+    return {name: signature[name] for name in names if name in signature} | {"varlen": problem.packed}
 
 
 def sharers(problem: Problem, signature: dict[str, Any]) -> int:
@@ -104,16 +113,17 @@ def _sizes(problem: Problem) -> dict[str, Any]:
     return {"dtype": short(problem.dtype), "dim": problem.dim, "dim_v": problem.dim_v}
 
 
+def _lengths(problem: Problem) -> dict[str, Any]:
+    """Where keys lie, and what a dense batch says of them."""
+    p = problem
+    return {"kv": "packed"} if p.packed else {"kv_len": p.kv_len, "kv_start": p.kv_start}
+
+
 def _promoted(problem: Problem) -> dict[str, Any]:
     return {"promote": problem.dim_v <= _PROMOTED} if problem.dtype.itemsize == 1 else {}
 
 
 # Tiles of a KV head's query heads: clusters, and stream-K.
-
-
-def split_floats(tile_m: int, dim_v: int) -> int:
-    """Of a split in device memory: its rows' numerators, then a maximum, in powers of two, and a sum of each."""
-    return tile_m * (dim_v + 2)
 
 
 def start(tile: Tile, row_bytes: int) -> int:
@@ -161,7 +171,7 @@ def of_cache(problem: Problem, sms: int) -> Plan:
     chosen = few if rows <= 64 else many
     row_tiles = -(-rows // chosen.tile_m)
     if rows <= few.tile_m and shares(p, p.keys, sms):
-        return Plan(chosen, persistent=sms)
+        return Plan(chosen, stream_k=sms)
     steps = max(1, -(-p.scores.most_keys(p.keys, p.queries) // chosen.tile_n))
     costs = {n: cost(chosen, n, row_tiles, groups, steps, _bytes(p), sms) for n in range(1, _MOST_CTAS + 1)}
     ctas = min(costs, key=lambda n: costs[n])
@@ -170,9 +180,24 @@ def of_cache(problem: Problem, sms: int) -> Plan:
     return Plan(chosen, ctas)
 
 
-def group_signature(problem: Problem, tile: Tile) -> dict[str, Any]:
-    """What a kernel is compiled for whose tiles a KV head's query heads share."""
-    return _sizes(problem) | {"softcap": problem.scores.capped} | tile.of_a_group() | _promoted(problem)
+def group_signature(problem: Problem, plan: Plan, kv: str) -> dict[str, Any]:
+    """What a kernel is compiled for whose tiles a KV head's query heads share: of a call's features a soft cap, and
+    where the dynamic scheduler has dense or packed batches, those that few calls have; others are scalars."""
+    p = problem
+    known = {"kv": kv, "scheduler": plan.scheduler, "softcap": p.scores.capped} | _sizes(p) | plan.tile.of_a_group()
+    known |= _promoted(p) | ({"scales": (True, True, True)} if p.dtype.itemsize == 1 else {})
+    if plan.dynamic:
+        known |= {"group": p.group, "q_stages": _query_stages(p, plan.tile)}
+    if kv in ("dense", "packed"):
+        return known | p.scores.features() | _lengths(p) | {"sink": True}
+    return known | dict.fromkeys(("window", "sink_tokens", "kv_start", "ends_at_kv_len"), True)
+
+
+def _query_stages(problem: Problem, tile: Tile) -> int:
+    """Of rows, so that those of the next work tile are loaded ahead: two if there is room."""
+    p = problem
+    rows, keys = tile.tile_m * p.dim, tile.stages * tile.tile_n * (p.dim + p.dim_v)
+    return 2 if (2 * rows + keys) * p.dtype.itemsize + _BARRIERS <= _SHARED_MEMORY // tile.per_sm else 1
 
 
 def packs_heads(problem: Problem, sms: int) -> bool:
@@ -203,21 +228,21 @@ def of_pages(problem: PagedProblem, sms: int) -> Plan:
     """
     p = problem.attention
     choice = tiles(p)
-    few, many, pairs, drawn = choice.few_rows, choice.many_rows, choice.row_pairs, choice.paged
+    few, many, pairs, queued = choice.few_rows, choice.many_rows, choice.row_pairs, choice.paged
     assert few is not None and many is not None and pairs is not None
     sequences = max(1, p.batch)
     rows = max(1, min(p.longest, -(-p.queries // sequences))) * p.group
     chosen = few if p.longest * p.group <= few.tile_m else many
     # Where threads copy rows, a scheduler beside them would spill.
     if chosen is few and shares(p, problem.longest_keys, sms) and box_of(problem.page, chosen):
-        return Plan(chosen, persistent=sms, box=box_of(problem.page, chosen))
+        return Plan(chosen, stream_k=sms, box=box_of(problem.page, chosen))
     row_tiles, groups = -(-rows // chosen.tile_m), sequences * p.kv_heads
     steps = max(1, -(-p.scores.most_keys(problem.longest_keys, p.longest) // chosen.tile_n))
     costs = {n: cost(chosen, n, row_tiles, groups, steps, _bytes(p), sms) for n in range(1, min(_MOST_CTAS, steps) + 1)}
     ctas = min(costs, key=lambda n: costs[n])
     if ctas == 1 and chosen is many:
-        if drawn and box_of(problem.page, drawn) and row_tiles * groups > sms and fills(drawn, p.group):
-            return Plan(drawn, dynamic=sms, box=box_of(problem.page, drawn))
+        if queued and box_of(problem.page, queued) and row_tiles * groups > sms and fills(queued, p.group):
+            return Plan(queued, dynamic=sms, box=box_of(problem.page, queued))
         # A pair needs keys that both have, by TMA.
         if rows > _PAIRED_TILES * pairs.tile_m and box_of(problem.page, pairs):
             return Plan(pairs, 2, box=box_of(problem.page, pairs))
@@ -226,21 +251,18 @@ def of_pages(problem: PagedProblem, sms: int) -> Plan:
 
 def pages_signature(problem: PagedProblem, plan: Plan) -> dict[str, Any]:
     """What a kernel is compiled for."""
-    p = problem.attention
-    group = {} if p.dtype.itemsize == 1 else {"group": p.group if plan.dynamic else 0}
-    return group_signature(p, plan.tile) | {"page": problem.page, "box": plan.box} | group
+    return group_signature(problem.attention, plan, "paged") | {"page": problem.page, "box": plan.box}
 
 
 def fills(tile: Tile, group: int) -> bool:
     return tile.tile_m // group * group >= _FILLED * tile.tile_m
 
 
-# Dense and packed batches of 16 bits whose work tiles persistent CTAs draw.
+# Dense and packed batches of 16 bits with the dynamic scheduler.
 
 
 def dynamic(problem: Problem, sms: int) -> Plan | None:
-    """How CTAs draw the work tiles of ``problem``; None where they do not: a launch of few, or of what the kernel does
-    not do."""
+    """The plan for ``problem``; None where work tiles are few, or the dynamic scheduler does not take it."""
     p = problem
     choice = tiles(p).dynamic
     if choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
@@ -260,14 +282,7 @@ def dynamic(problem: Problem, sms: int) -> Plan | None:
     span = chosen.tile_m // p.group * p.group
     if -(-tokens * p.group // span) * sequences * p.kv_heads <= sms:
         return None
-    together = section(p, 1)
+    heads = section(p, 1)
     if p.causal:
-        together = max(together, p.kv_heads)  # the heaviest tiles of a sequence first, whatever its keys take
-    return Plan(chosen, dynamic=sms * chosen.per_sm, section=min(together, sequences * p.kv_heads))
-
-
-def dynamic_signature(problem: Problem, tile: Tile) -> dict[str, Any]:
-    """Of the kernel; all else is known at the launch."""
-    p = problem
-    lengths = {} if p.packed else dict(kv_len=p.kv_len, kv_start=p.kv_start)
-    return _sizes(p) | {"group": p.group} | tile.of_a_group() | p.scores.features() | lengths
+        heads = max(heads, p.kv_heads)  # the heaviest tiles of a sequence first, whatever its keys take
+    return Plan(chosen, dynamic=sms * chosen.per_sm, section=min(heads, sequences * p.kv_heads))

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 BITS16, FP8 = "bf16 f16", "f8e4m3"  # elements of q, k and v
-_OF_A_HEAD = ("tile_m", "tile_n", "stages", "q_stages", "turns", "late_rescale", "pair")
-_OF_A_GROUP = ("tile_m", "tile_n", "stages", "per_sm", "turns", "late_rescale", "pair")
+STATIC, SINGLE_TILE, STREAM_K, DYNAMIC = "static", "single_tile", "stream_k", "dynamic"  # schedulers
+_OF_A_HEAD = ("tile_m", "tile_n", "stages", "q_stages", "ping_pong", "late_rescale", "pair")
+_OF_A_GROUP = ("tile_m", "tile_n", "stages", "per_sm", "ping_pong", "late_rescale", "pair")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
     """M rows by N keys of a CTA, and how it works.
 
-    ``stages`` of the rings of K and V, ``q_stages`` of Q's; ``per_sm`` CTAs on a multiprocessor. ``turns``: consumers
-    issue their products in turn (ping-pong). ``late_rescale``: the output is rescaled while the scores of the next
-    block are computed rather than before. ``pair``: two CTAs, on two heads that share their keys or on two neighbouring
-    tiles, load half of every block each, into the shared memory of both, so that the L2 is read half as often.
+    ``stages`` of the rings of K and V, ``q_stages`` of Q's; ``per_sm`` CTAs on a multiprocessor. ``ping_pong``:
+    consumers issue their products one after another. ``late_rescale``: the output is rescaled while the scores of the
+    next block are computed rather than before. ``pair``: two CTAs, on two heads that share their keys or on two
+    neighbouring tiles, load half of every block each, for both, so that the L2 is read half as often.
     """
 
     tile_m: int
@@ -29,7 +30,7 @@ class Tile:
     stages: int
     q_stages: int = 1
     per_sm: int = 1
-    turns: bool = True
+    ping_pong: bool = True
     late_rescale: bool = False
     pair: bool = False
 
@@ -48,8 +49,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic:
-    """Tiles that persistent CTAs draw: all keys, causal, a window of few keys, of many; None: the static ones are
-    faster. ``capped`` are those of capped scores, if the others would spill."""
+    """Tiles of the dynamic scheduler: all keys, causal, a window of few keys, of many; None: the static is faster.
+    ``capped`` are those of capped scores, if the others would spill."""
 
     full: Tile | None = None
     causal: Tile | None = None
@@ -64,7 +65,7 @@ class Tiles:
 
     Of one head each: ``full`` where every query sees all keys, ``causal``, ``window``. Of a KV head's query heads:
     ``few_rows`` up to 64, which wait for memory, ``many_rows``, and ``row_pairs`` for so many that they fill the
-    machine; None: no such kernel. Drawn by persistent CTAs: ``dynamic`` of dense and packed batches, ``paged``.
+    machine; None: no such kernel. Of the dynamic scheduler: ``dynamic`` for dense and packed batches, ``paged``.
     """
 
     full: Tile
@@ -75,6 +76,11 @@ class Tiles:
     row_pairs: Tile | None = None
     dynamic: Dynamic | None = None
     paged: Tile | None = None
+
+
+def split_floats(tile_m: int, dim_v: int) -> int:
+    """Of a split in device memory: its rows' numerators, then a maximum, in powers of two, and a sum of each."""
+    return tile_m * (dim_v + 2)
 
 
 def _tile(tile_m: int, tile_n: int, stages: int, **more: Any) -> Tile:
@@ -88,7 +94,7 @@ def _alike(tile: Tile, **more: Any) -> Tiles:
 
 # 14 % over M 128, 5 % over N 112, 3 % over one Q buffer.
 _D64 = _tile(192, 128, 4, q_stages=2)
-# Drawn, us for those of a head: causal 4x4096 575 for 615, all keys 1075 for 1117, a window of 128 151 for 241, of
+# Dynamic, us for those of a head: causal 4x4096 575 for 615, all keys 1075 for 1117, a window of 128 151 for 241, of
 # which N 80 makes two blocks of 8 query heads' 24 queries (N 128: 198). Of one of 1024 N 80 takes 580 and N 128 573.
 _D64_DYNAMIC = Dynamic(
     full=_tile(192, 128, 4), causal=_tile(192, 128, 4), window=_tile(192, 80, 6), wide=_tile(192, 128, 4),
@@ -101,26 +107,26 @@ _D96_DYNAMIC = Dynamic(
     full=_tile(192, 112, 3), causal=_tile(192, 112, 3), window=_tile(192, 96, 3), wide=_tile(192, 112, 3),
     capped=_tile(192, 96, 3),
 )  # fmt: skip
-# 2 % over CTAs alone, 1 % over turns, 1 to 3 % over N 160 and 176, 2 % over a second Q buffer.
-_D128 = _tile(128, 128, 2, turns=False, pair=True)
+# 2 % over CTAs alone, 1 % over ping-pong, 1 to 3 % over N 160 and 176, 2 % over a second Q buffer.
+_D128 = _tile(128, 128, 2, ping_pong=False, pair=True)
 # Causal 8x2048 512 for 523, 1x16384 3531 for 3573, 2x8192 1844 for 1829; packed 64x1..4096 5202 for 5486, all keys 9900
 # for 10154. A window of 1024 is even.
-_D128_DYNAMIC = _tile(128, 128, 2, turns=False)
+_D128_DYNAMIC = _tile(128, 128, 2, ping_pong=False)
 # 4 % over rescaling early.
 _D256 = _tile(128, 80, 2, late_rescale=True, pair=True)
 # In E4M3: 7 % over M 128 and over N 96.
 _D64_FP8 = _tile(192, 128, 4, q_stages=2)
-# 2 % over pairs, 9 % over no turns (causal), 5 to 7 % over N 96.
+# 2 % over pairs, 9 % over no ping-pong (causal), 5 to 7 % over N 96.
 _D128_FP8 = _tile(128, 128, 4, q_stages=2)
-# 4 % over turns, 7 % over CTAs alone, 9 to 12 % over N 96.
-_D256_FP8 = _tile(128, 128, 2, turns=False, pair=True)
+# 4 % over ping-pong, 7 % over CTAs alone, 9 to 12 % over N 96.
+_D256_FP8 = _tile(128, 128, 2, ping_pong=False, pair=True)
 # With a window and sink tokens the mask needs more registers than 128 keys leave, and so does a soft cap.
 _WINDOW_FP8 = _tile(128, 96, 4, q_stages=2)
 # Rows of D 128: few 1 % over one CTA a multiprocessor, many 3 % over three stages, pairs 2 % over no pairs or two
 # stages, 4 % over N 96. The other head sizes follow it and were not timed; those of E4M3 are modelled: up to 64 rows
 # what two CTAs of a multiprocessor have room for, more, beyond D 64, 96 keys, as for windows. Their stages are those of
-# K and of V as it comes; V turned around has two. Drawn over pages: of D 128 and of 192/128 on an H100 2 % over turns,
-# the others over the same without turns; of D 32 to 96 6 to 10 % over M 128, of D 256 7 % over N 64.
+# K and of V as it comes; V transposed has two. Dynamic over pages: of D 128 and of 192/128 on an H100 2 % over
+# ping-pong, the others over the same without it; of D 32 to 96 6 to 10 % over M 128, of D 256 7 % over N 64.
 TILES: dict[tuple[str, int, int], Tiles] = {
     # D a multiple of 16, of E4M3 32, which a product takes at a time; Dv of 32, which the epilogue stores.
     (BITS16, 32, 32): _alike(
@@ -141,22 +147,22 @@ TILES: dict[tuple[str, int, int], Tiles] = {
     (BITS16, 128, 128): _alike(
         _D128, window=_tile(128, 128, 2, q_stages=2, pair=True),  # 3 % over CTAs alone
         few_rows=_tile(64, 64, 3, per_sm=2), many_rows=_tile(128, 128, 2),
-        row_pairs=_tile(128, 128, 3, turns=False, pair=True),
+        row_pairs=_tile(128, 128, 3, ping_pong=False, pair=True),
         dynamic=Dynamic(full=_D128_DYNAMIC, causal=_D128_DYNAMIC), paged=_D128_DYNAMIC,
     ),
     (BITS16, 192, 128): _alike(
         _D128,
         few_rows=_tile(64, 64, 4), many_rows=_tile(128, 128, 2),
-        row_pairs=_tile(128, 128, 2, turns=False, pair=True), paged=_tile(128, 128, 2, turns=False),
+        row_pairs=_tile(128, 128, 2, ping_pong=False, pair=True), paged=_tile(128, 128, 2, ping_pong=False),
     ),
     (BITS16, 256, 256): _alike(
         _D256,
         few_rows=_tile(64, 64, 3), many_rows=_tile(128, 64, 2, late_rescale=True),
         row_pairs=_tile(128, 64, 2, late_rescale=True, pair=True), paged=_tile(128, 80, 2, late_rescale=True),
     ),
-    # O is split over two warpgroups (halves.py), both products in halves of whole rows of 128 bytes. Q takes 64 KB,
-    # every stage 64 KB. N 64 with one stage needs fewer bytes of shared memory and waits for every block.
-    (BITS16, 512, 512): _alike(_tile(64, 32, 2, turns=False, late_rescale=True, pair=True)),
+    # O is split over two warpgroups (mainloop_hdim512.py), both products in halves of whole rows of 128 bytes. Q and
+    # every stage take 64 KB. N 64 with one stage needs fewer bytes of shared memory and waits for every block.
+    (BITS16, 512, 512): _alike(_tile(64, 32, 2, ping_pong=False, late_rescale=True, pair=True)),
     (FP8, 32, 32): _alike(
         _D64_FP8, window=_tile(128, 128, 4, q_stages=2),
         few_rows=_tile(64, 128, 4, per_sm=2), many_rows=_tile(128, 128, 4), row_pairs=_tile(128, 128, 4, pair=True),
@@ -178,8 +184,8 @@ TILES: dict[tuple[str, int, int], Tiles] = {
         few_rows=_tile(64, 96, 4), many_rows=_tile(128, 96, 3), row_pairs=_tile(128, 96, 3, pair=True),
     ),
     (FP8, 256, 256): _alike(
-        _D256_FP8, window=_tile(128, 96, 3, turns=False, pair=True),
-        few_rows=_tile(64, 64, 4), many_rows=_tile(128, 96, 2), row_pairs=_tile(128, 96, 2, turns=False, pair=True),
+        _D256_FP8, window=_tile(128, 96, 3, ping_pong=False, pair=True),
+        few_rows=_tile(64, 64, 4), many_rows=_tile(128, 96, 2), row_pairs=_tile(128, 96, 2, ping_pong=False, pair=True),
     ),
 }  # fmt: skip
 

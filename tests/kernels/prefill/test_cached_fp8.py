@@ -48,7 +48,7 @@ def test_any_machine_gets_a_plan(keys):
     for sms in (1, 78, 132):
         for batch, queries in ((1, 1), (1, 17), (5, 4), (100, 1000)):
             chosen = plan.of_cache(problem(batch, queries, keys), sms)
-            assert 1 <= chosen.ctas <= 8 and (chosen.ctas == 1 or not chosen.persistent)
+            assert 1 <= chosen.ctas <= 8 and (chosen.ctas == 1 or not chosen.stream_k)
 
 
 simulated = pytest.mark.usefixtures("simulator")

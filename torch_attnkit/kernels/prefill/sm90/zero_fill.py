@@ -1,4 +1,4 @@
-"""Rows of queries that stand before the first key, as a block longer than its sequence has: 0, and an LSE of -inf.
+"""Zero-fill of rows with no visible key, which queries of a block longer than its sequence are: out = 0, lse = -inf.
 
 A causal mask gives them nothing; where all queries of a block see all keys, this launch behind attention clears them.
 """
@@ -19,7 +19,7 @@ _BLOCKS = 16  # of a sequence, which share its rows
 _VECTOR = 8  # elements of 16 bits
 
 
-class Unplaced(Fixed):
+class ZeroFill(Fixed):
     @cute.jit
     def __call__(self, mOut: cute.Tensor, mLse: cute.Tensor, mLength: cute.Tensor, keys: Int32, stream: Any):
         """mOut (B, T, Hq, Dv), mLse (B, T, Hq), mLength (B): how many of the cache's ``keys`` a sequence has."""
@@ -42,8 +42,8 @@ class Unplaced(Fixed):
                 mLse[batch, token, head] = -Float32.inf
 
 
-def trace(arch: str, *, dtype: str) -> tuple[Any, list[Any]]:
+def trace(dtype: str) -> tuple[Any, list[Any]]:
     B, T, Hq = (fake.dim32() for _ in range(3))
     out = fake.tensor(dtype, (B, T, Hq, fake.dim32()), (*(fake.dim(_VECTOR) for _ in range(3)), 1))
     lse = fake.tensor("f32", (B, T, Hq), align=4)
-    return Unplaced(), [out, lse, fake.tensor("i32", (B,), (None,), align=4), Int32(0), fake.stream()]
+    return ZeroFill(), [out, lse, fake.tensor("i32", (B,), (None,), align=4), Int32(0), fake.stream()]

@@ -45,11 +45,11 @@ def test_other_heads_do_not_depend_on_it():
     """Their kernels are another file's: what an H200 has shown of them stays true when this one changes."""
     for name in ("flash_attention", "flash_attention_varlen"):
         rows = [row for row in OPS[name].kernels if row.on == "sm90"]
-        assert [row.dims["D"] for row in rows if row.launcher == prefill.HOPPER_WIDE] == [(DIM,)]
-        wide = "torch_attnkit.kernels.prefill.sm90.halves"
+        assert [row.dims["D"] for row in rows if row.launcher == prefill.HOPPER_HDIM512] == [(DIM,)]
+        hdim512 = "torch_attnkit.kernels.prefill.sm90.mainloop_hdim512"
         for row in rows:
-            reached = wide in digest.reach(*OPS[name].entries(row), arch="sm90")
-            assert reached == (row.launcher == prefill.HOPPER_WIDE)
+            reached = hdim512 in digest.reach(*OPS[name].entries(row), arch="sm90")
+            assert reached == (row.launcher == prefill.HOPPER_HDIM512)
 
 
 simulated = [

@@ -28,13 +28,13 @@ def _problem(batch: int, rows: int, kv_heads: int = 8, dim: int = 128, keys: int
 
 
 def test_batches_of_few_rows_are_shared():
-    assert plan.of_cache(_problem(16, 16), H200) == plan.Plan(TILES[BITS16, 128, 128].few_rows, persistent=H200)
+    assert plan.of_cache(_problem(16, 16), H200) == plan.Plan(TILES[BITS16, 128, 128].few_rows, stream_k=H200)
     for few_tiles in (_problem(1, 16), _problem(4, 16)):
-        assert plan.of_cache(few_tiles, H200).persistent == 0
+        assert plan.of_cache(few_tiles, H200).stream_k == 0
     for others in (_problem(16, 17), _problem(16, 16, dim=256), _problem(16, 16, keys=2048)):
-        assert plan.of_cache(others, H200).persistent == 0
-    assert plan.of_pages(paged_problem(64, 64, 1, 8192), H200).persistent == H200
-    assert plan.of_pages(paged_problem(64, 64, 1, 8192, page=1), H200).persistent == 0  # threads copy rows
+        assert plan.of_cache(others, H200).stream_k == 0
+    assert plan.of_pages(paged_problem(64, 64, 1, 8192), H200).stream_k == H200
+    assert plan.of_pages(paged_problem(64, 64, 1, 8192, page=1), H200).stream_k == 0  # threads copy rows
 
 
 simulated = [

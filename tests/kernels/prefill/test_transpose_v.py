@@ -9,7 +9,7 @@ import torch_attnkit
 from torch_attnkit.core import Target
 from torch_attnkit.cuda import compile
 from torch_attnkit.kernels.prefill.launch import scalars
-from torch_attnkit.kernels.prefill.sm90.launch import trace_transpose
+from torch_attnkit.kernels.prefill.sm90.launch import trace_transpose_v
 from torch_attnkit.kernels.scores import Scores
 from torch_attnkit.oracle import tensor_cores
 from torch_attnkit.oracle.attention import attend, narrow_products
@@ -30,8 +30,8 @@ def transpose():
         packed = v.dim() == 3
         lengths = {} if packed else dict(kv_len=high is not None, kv_start=low is not None)
         launch = compile.launcher(
-            Target("sm90", True), v.device, trace_transpose, varlen=packed, dtype="f8e4m3", dim=32, dim_v=DV, tile_n=N,
-            window=window >= 0, sink_tokens=sinks > 0, **lengths,
+            Target("sm90", True), v.device, trace_transpose_v, varlen=packed, dtype="f8e4m3", dim=32, dim_v=DV,
+            tile_n=N, window=window >= 0, sink_tokens=sinks > 0, **lengths,
         )  # fmt: skip
         out = torch.full(shape, 0x7F, dtype=torch.uint8)  # NaN
         numbers = scalars(Scores(32, window=window, sink_tokens=sinks), 1, 132)
