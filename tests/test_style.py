@@ -60,14 +60,8 @@ PENDING = (
             "sparse", "topk",
         )
     ),
-    "tests/kernels/metal_calls.py",
     "torch_attnkit/ops/sparse_fmha_with_swa/mps.py",
     "torch_attnkit/ops/sparse_fmha_with_swa/problem.py",
-    *(
-        f"torch_attnkit/cuda/{name}.py"
-        for name in ("fp4_blocks", "joining", "opaque", "rope", "sm90/clusters", "sm90/softmax", "sm100/block_scaled",
-                     "sm100/block_scaled_fp8")
-    ),
 )  # fmt: skip
 # Sources whose every name counts for evidence (``parity/evidence.py``): a new one takes another run of each simulator,
 # and of the devices. ``unseen`` is a key of the shapes too.

@@ -44,6 +44,6 @@ def offsets(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)  # (B + 1,)
 
 
-def placed(t: torch.Tensor, offset: int) -> torch.Tensor:
+def shifted(t: torch.Tensor, offset: int) -> torch.Tensor:
     """``t`` that begins ``offset`` elements into its memory."""
     return torch.zeros(t.numel() + offset, dtype=t.dtype)[offset:].view(t.shape).copy_(t)

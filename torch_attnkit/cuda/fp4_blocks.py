@@ -24,7 +24,7 @@ from .warp_ops import fma, pack
 _LEAST = 2.0**-100  # of a global scale under which no quotient or remainder leaves the normal numbers
 
 
-def numbers_of(vectors: list[Any]) -> tuple[list[Any], list[Any]]:
+def floats_of(vectors: list[Any]) -> tuple[list[Any], list[Any]]:
     """The numbers of vectors in registers as Float32; those of 16 bits, two or more a vector, as pairs besides."""
     dtype, width = vectors[0].element_type, cute.size(vectors[0])
     if dtype is Float32 or width == 1:
@@ -101,10 +101,10 @@ class Reader:
         self.nvfp4, self.dtype = format == "nvfp4", dtype
 
     def divisor(self, gs: Float32) -> tuple[Any, Any, Any]:
-        """What ``numbers`` takes for the global scale ``gs``: worked out once a thread."""
+        """What ``values`` takes for the global scale ``gs``: worked out once a thread."""
         return gs, fp4.divide(Float32(1), gs), (gs >= _LEAST) & (gs <= GLOBAL_SCALE_MAX)
 
-    def numbers(self, groups: list[Any], byte: Int32, gs: Any) -> list[Any]:
+    def values(self, groups: list[Any], byte: Int32, gs: Any) -> list[Any]:
         """Of each group of eight codes its numbers, as words of 16-bit pairs or of float32; ``gs``: a ``divisor``."""
         planes = self.planes(self.magnitudes(byte, gs))
         negative = Int32(0)
@@ -147,10 +147,10 @@ class Reader:
             q = fp4.divide(x, gs)
         return q
 
-    def planes(self, numbers: list[Any]) -> list[tuple[Int32, Int32]]:
+    def planes(self, values: list[Any]) -> list[tuple[Int32, Int32]]:
         """Byte i of all eight numbers, for every i, after rounding them to the dtype."""
         if self.dtype is Float32:
-            bits = [x.bitcast(Int32) for x in numbers]
+            bits = [x.bitcast(Int32) for x in values]
             planes = []
             for low, high in ((0x5140, 0x5410), (0x5140, 0x7632), (0x7362, 0x5410), (0x7362, 0x7632)):
                 quads = []
@@ -159,7 +159,7 @@ class Reader:
                     quads.append(permute_bytes(first, second, Int32(high)))
                 planes.append((quads[0], quads[1]))
             return planes
-        pairs = [pack(self.dtype, numbers[i], numbers[i + 1]) for i in range(0, 8, 2)]
+        pairs = [pack(self.dtype, values[i], values[i + 1]) for i in range(0, 8, 2)]
         return [
             (permute_bytes(pairs[0], pairs[1], Int32(s)), permute_bytes(pairs[2], pairs[3], Int32(s)))
             for s in (0x6420, 0x7531)

@@ -12,12 +12,12 @@ from .fp4 import floats, times
 from .warp_ops import pack
 
 
-def turned_back(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Any, Any]:
+def rotated_back(a: Float32, b: Float32, cos: Float32, sin: Float32) -> tuple[Any, Any]:
     """Inverse rotation of the pair (a, b): two products and their sum, each rounded."""
     return times(a, cos) + times(b, sin), times(b, cos) - times(a, sin)
 
 
-def turn_back(fragment: Any, cos: list[Any], sin: list[Any], from_pair: Any) -> None:
+def rotate_back(fragment: Any, cos: list[Any], sin: list[Any], from_pair: Any) -> None:
     """Inverse RoPE of a fragment's interleaved pairs, in place, from element ``from_pair`` on; each rounded to its
     dtype.
 
@@ -28,10 +28,10 @@ def turn_back(fragment: Any, cos: list[Any], sin: list[Any], from_pair: Any) -> 
     for i, (c, s) in enumerate(zip(cos, sin, strict=True)):
         if dtype is Float32:
             old = fragment[2 * i], fragment[2 * i + 1]
-            new = turned_back(*old, c, s)
+            new = rotated_back(*old, c, s)
         else:
             old = (words[i],)
-            new = (pack(dtype, *turned_back(*floats(dtype, words[i]), c, s)),)
+            new = (pack(dtype, *rotated_back(*floats(dtype, words[i]), c, s)),)
         if not isinstance(from_pair, int) or from_pair > 0:
             new = tuple(cutlass.select_(from_pair <= i, n, o) for n, o in zip(new, old, strict=True))
         if dtype is Float32:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from tests.kernels.metal_calls import compare, ints, normal, placed, run
+from tests.kernels.metal_calls import compare, ints, normal, run, shifted
 from torch_attnkit.sim import metal
 
 pytestmark = pytest.mark.simulator
@@ -20,7 +20,7 @@ def test_every_code_of_v_is_its_number(columns: int, offset: int):
     """With a single key the result is its value. 240 columns are read in pairs, others from odd bytes on."""
     v = torch.stack((ALL[:columns], ALL.flip(0)[:columns]))[:, None, None].view(E4M3)  # (2, 1, 1, columns)
     q, k = normal(0, 2, 1, 32, dtype=torch.float32), normal(1, 2, 1, 1, 32).to(E4M3)
-    out, _ = run("sdpa_decode", (q, k, placed(v, offset), ints(1, 1)))
+    out, _ = run("sdpa_decode", (q, k, shifted(v, offset), ints(1, 1)))
     assert torch.equal(out.nan_to_num(500.0), v[:, 0].float().nan_to_num(500.0))
 
 
@@ -29,7 +29,7 @@ def test_every_code_of_k_is_its_number(offset: int):
     """A head for each column: the score of a single key is its LSE. NaN alone is left out, which all sums would be."""
     k = torch.where(ALL & 0x7F == 0x7F, 0, ALL).view(1, 1, 1, 256).view(E4M3)
     q = torch.eye(256)[None]  # (1, 256, 256)
-    _, lse = run("sdpa_decode", (q, placed(k, offset), normal(1, 1, 1, 1, 16).to(E4M3), ints(1)), scale=1.0)
+    _, lse = run("sdpa_decode", (q, shifted(k, offset), normal(1, 1, 1, 1, 16).to(E4M3), ints(1)), scale=1.0)
     assert torch.equal(lse[0], k.float().flatten())
 
 
@@ -39,7 +39,7 @@ def test_every_code_of_q_is_its_number(offset: int):
     codes = torch.where(ALL & 0x7F == 0x7F, 0, ALL).view(8, 1, 32)
     q = (codes * torch.eye(32, dtype=torch.uint8)).view(E4M3)  # (8, 32, 32)
     ones = torch.ones(8, 1, 1, 32).to(E4M3)
-    _, lse = run("sdpa_decode", (placed(q, offset), ones, normal(1, 8, 1, 1, 16).to(E4M3), ints(*[1] * 8)), scale=1.0)
+    _, lse = run("sdpa_decode", (shifted(q, offset), ones, normal(1, 8, 1, 1, 16).to(E4M3), ints(*[1] * 8)), scale=1.0)
     assert torch.equal(lse, codes[:, 0].view(E4M3).float())
 
 

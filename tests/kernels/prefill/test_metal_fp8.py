@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.metal_calls import compare, ints, normal, offsets, placed, run
+from tests.kernels.metal_calls import compare, ints, normal, offsets, run, shifted
 from torch_attnkit.sim import metal
 
 pytestmark = pytest.mark.simulator
@@ -22,11 +22,11 @@ def arguments(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset
     """Those of an op for q (B, T, Hq, D), k (B, S, Hkv, D), v, up to lengths; tensors begin ``offset`` elements in."""
     (B, T), S = q.shape[:2], k.shape[1]
     if op == "sdpa_multi":
-        return (placed(q, offset), *(placed(t.transpose(1, 2), offset) for t in (k, v)), ints(*[S] * B))
+        return (shifted(q, offset), *(shifted(t.transpose(1, 2), offset) for t in (k, v)), ints(*[S] * B))
     if op == "flash_attention_varlen":
-        packed = (placed(t.flatten(0, 1), offset) for t in (q, k, v))
+        packed = (shifted(t.flatten(0, 1), offset) for t in (q, k, v))
         return (*packed, offsets((T,) * B), offsets((S,) * B))
-    return tuple(placed(t, offset) for t in (q, k, v))
+    return tuple(shifted(t, offset) for t in (q, k, v))
 
 
 @pytest.mark.sample(5)

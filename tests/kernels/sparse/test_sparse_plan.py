@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from torch_attnkit.cuda.sm90.clusters import at_once
+from torch_attnkit.cuda.sm90.clusters import resident_clusters
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.cache.problem import Row as kv_cache_row
 from torch_attnkit.kernels.sparse.problem import Problem
@@ -45,7 +45,7 @@ def test_shared_work_runs_at_the_same_time_or_is_worth_it(tokens, heads, listed)
     cut = plan(problem, SMS)
     work, parts = tokens * -(-heads // 64), cut.ctas * cut.groups
     assert cut.sizes["split_kv"] == (parts > 1) and cut.concurrent == (work if parts > 1 else min(work, SMS))
-    assert cut.groups == 1 or work * cut.groups <= at_once(cut.ctas, SMS, 1)
+    assert cut.groups == 1 or work * cut.groups <= resident_clusters(cut.ctas, SMS, 1)
     each = share(problem.keys, parts)
     assert each % ALIGNED == 0 and each * parts >= problem.keys > each * (parts - 1) - ALIGNED * parts
 

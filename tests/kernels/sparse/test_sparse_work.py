@@ -54,7 +54,7 @@ def in_a_cluster() -> dict:
     )  # fmt: skip
 
 
-def at_once() -> dict:
+def resident_clusters() -> dict:
     """The same with so few keys that a CTA has them at once: 80, but for the last one's 33."""
     given = in_a_cluster()
     return given | dict(topk_indices=given["topk_indices"][:, :560].contiguous())
@@ -125,7 +125,7 @@ def fp8_in_a_cluster() -> dict:
 
 def fp8_at_once() -> dict:
     """A tile that three warpgroups decode."""
-    return encoded(at_once(), "fp8")
+    return encoded(resident_clusters(), "fp8")
 
 
 def nvfp4_pages_in_turn() -> dict:
@@ -144,7 +144,7 @@ def pages_in_a_cluster() -> dict:
 
 CASES = [
     in_a_cluster, in_turn, two_head_blocks, from_the_l2, in_clusters, fp8_in_turn, fp8_in_a_cluster,
-    nvfp4_pages_in_turn, mxfp4_pages_in_clusters, pages_in_a_cluster, at_once, fp8_at_once,
+    nvfp4_pages_in_turn, mxfp4_pages_in_clusters, pages_in_a_cluster, resident_clusters, fp8_at_once,
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from .products import ROWS, descriptor
 
 K = 64  # numbers of a product
 ROW_BYTES = 128  # of a swizzled row of codes
-ROW_NUMBERS = 2 * ROW_BYTES
+ROW_ELEMENTS = 2 * ROW_BYTES
 TILE_BYTES = 512  # of 128 rows' scales, four each
 TILE_COLUMNS = 4  # of tensor memory that it takes
 _E2M1 = 1  # in an instruction descriptor
@@ -38,14 +38,14 @@ class Format:
     e8m0: bool  # scales are powers of two
 
     @property
-    def tile_numbers(self) -> int:
+    def tile_elements(self) -> int:
         """Along K, under the four scales of a tile."""
         return 4 * self.block
 
     @property
     def tiles(self) -> int:
         """Of scales, for a row of codes in shared memory."""
-        return ROW_NUMBERS // self.tile_numbers
+        return ROW_ELEMENTS // self.tile_elements
 
     def instruction(self, columns: int, step: int) -> int:
         """The descriptor of product ``step`` of a row of codes, 128 rows x ``columns``: which scales of a tile it

@@ -27,7 +27,7 @@ class Fp8ByFp4(Format):
 
     @property
     def tiles(self) -> int:
-        return ROW_BYTES // self.tile_numbers
+        return ROW_BYTES // self.tile_elements
 
     def instruction(self, columns: int, step: int) -> int:
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def at_once(ctas: int, sms: int, per_sm: int) -> int:
+def resident_clusters(ctas: int, sms: int, per_sm: int) -> int:
     """How many clusters of ``ctas`` CTAs are resident at a time. A cluster stays inside a GPC, which has 16 or 18 SMs.
 
     How many GPCs of which size a GPU has cannot be queried: an H200 with 132 SMs held fewer than 32 clusters of 4.

@@ -90,7 +90,7 @@ def online(
     *,
     first: bool,
     exact: bool = False,
-    lift: float = 0.0,
+    p_scale_log2: float = 0.0,
 ) -> list:
     """Scores to probabilities in place, 2^lift times as large, with the row maxima and sums brought up to date.
 
@@ -106,14 +106,14 @@ def online(
         if not first:
             new = cute.arch.fmax(new, row_max[r])
         safe = cutlass.select_(new == -Float32.inf, Float32(0.0), new)
-        offset = lift - safe * scale_log2
+        offset = p_scale_log2 - safe * scale_log2
         if not first:
             # Not an fma with the rounded offset: its residue would turn a factor of 1 into another, at every block.
             scales.append(exp2((row_max[r] - safe) * scale_log2))
         row_max[r] = new
         sums = [None, None]
         for n, i in enumerate(elements):
-            power = (acc[i] - safe) * scale_log2 + lift if exact else op.fma(acc[i], scale_log2, offset)
+            power = (acc[i] - safe) * scale_log2 + p_scale_log2 if exact else op.fma(acc[i], scale_log2, offset)
             acc[i] = exp2(power)
             sums[n % 2] = acc[i] if sums[n % 2] is None else sums[n % 2] + acc[i]
         # A block's numbers are added up before they meet the sum of all: one rounding of the large sum, not one each.

@@ -35,7 +35,7 @@ class Decoder:
     def nope(self, codes: list[Any], byte: Any, gs: Any) -> list[Any]:
         """Words of values from words of codes, the scale byte of their block, and a ``divisor`` or None."""
         if self.row.format != "fp8":
-            return self.read.numbers(codes, byte, gs)
+            return self.read.values(codes, byte, gs)
         scale = fp4.ue8m0_value(byte)
         halves = (half for word in codes for half in (word, word >> 16))
         return self._words([tuple(fp4.times(x, scale) for x in fp4.e4m3_values(half)) for half in halves])

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint8, const_expr
 
 from torch_attnkit.cuda import copies, fake, fp4
-from torch_attnkit.cuda.fp4_blocks import Quantizer, amax_of, numbers_of
+from torch_attnkit.cuda.fp4_blocks import Quantizer, amax_of, floats_of
 from torch_attnkit.cuda.warp_ops import pack, pack_e4m3
 from torch_attnkit.kernels.fp4.rows import pieces, store_byte
 
@@ -187,7 +187,7 @@ class RowEncoder:
     def encoded(self, rX: Any, gs: Any) -> tuple[Any, Any]:
         """(bytes of a cell's codes, scale byte of its block)."""
         dtype = rX.element_type
-        x, pairs = numbers_of([rX])
+        x, pairs = floats_of([rX])
         if self.row.format != "fp8":
             codes, byte = self.quantize(x, pairs, dtype, gs)
             return cute.recast_tensor(codes, Uint8), byte
@@ -201,7 +201,7 @@ class RowEncoder:
         """Bytes of a cell in bfloat16: bfloat16 inputs bit for bit, NaN payloads, too."""
         if rX.element_type is BFloat16:
             return cute.recast_tensor(rX, Uint8)
-        x, _ = numbers_of([rX])
+        x, _ = floats_of([rX])
         return fragment_of([pack(BFloat16, x[i], x[i + 1]) for i in range(0, CELL, 2)])
 
 

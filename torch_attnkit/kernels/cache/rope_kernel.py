@@ -200,7 +200,7 @@ class _RopeWriter:
         if const_expr(angles is not None):
             if col >= self.first_rotated:
                 cos, sin = ([r[i].to(Float32) for i in range(cute.size(r))] for r in angles)
-                rope.turn_back(fragment, cos, [-s for s in sin], 0)
+                rope.rotate_back(fragment, cos, [-s for s in sin], 0)
 
 
 def trace(

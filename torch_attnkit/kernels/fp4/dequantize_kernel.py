@@ -69,7 +69,7 @@ class _Dequantizer:
                 copies.load(mScale.iterator + scale, rScale[u])
         for u in cutlass.range_constexpr(c.units):
             if unit[u] < units:
-                words = self.read.numbers([self.word(rCodes[u])], Int32(rScale[u][0]), gs)
+                words = self.read.values([self.word(rCodes[u])], Int32(rScale[u][0]), gs)
                 x = mX.iterator + Int64(unit[u]) * CODES
                 for i in cutlass.range_constexpr(0, len(words), 4):
                     rows.store_words(words[i : i + 4], x + i * (CODES // len(words)))

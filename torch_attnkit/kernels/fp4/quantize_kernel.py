@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, fake
-from torch_attnkit.cuda.fp4_blocks import Quantizer, numbers_of
+from torch_attnkit.cuda.fp4_blocks import Quantizer, floats_of
 
 from . import rows
 from .plan import TILE, Config
@@ -80,7 +80,7 @@ class _Quantizer:
             inside, at, _ = located[u]
             scale = mScale.iterator + (first[u] + tid)
             if inside:
-                x, pairs = numbers_of(rX[u])
+                x, pairs = floats_of(rX[u])
                 codes, byte = self.quantize(x, pairs, mX.element_type, gs)
                 rows.store_words([codes[i] for i in range(block // 8)], mCodes.iterator + Int64(at) * (block // 2))
                 rows.store_byte(byte, scale)

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import copies, fake, rope
-from torch_attnkit.cuda.fp4_blocks import Quantizer, numbers_of
+from torch_attnkit.cuda.fp4_blocks import Quantizer, floats_of
 
 from . import rows
 from .plan import TILE, Rotation
@@ -91,8 +91,8 @@ class _RopeQuantizer:
                         still = self.still
                         if const_expr(still > 0):
                             still = still - (k - (self.kb - self.rotated)) * half
-                        rope.turn_back(rX[u], cos, sin, still)
-                x, pairs = numbers_of([rX[u]])
+                        rope.rotate_back(rX[u], cos, sin, still)
+                x, pairs = floats_of([rX[u]])
                 codes, byte = self.quantize(x, pairs, mO.element_type, gs)
                 words = [codes[i] for i in range(block // 8)]
                 rows.store_words(words, mCodes.iterator + Int64(at) * half)

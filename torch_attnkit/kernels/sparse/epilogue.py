@@ -97,7 +97,7 @@ class Fp4Store:
         for i in cutlass.range_constexpr(len(words)):
             pair = cutlass.max(first + i, 0)
             cos, sin = (t[token, pair].to(Float32) for t in (results.cos, results.sin))
-            new = op.pack(self.dtype, *rope.turned_back(*fp4.floats(self.dtype, words[i]), cos, sin))
+            new = op.pack(self.dtype, *rope.rotated_back(*fp4.floats(self.dtype, words[i]), cos, sin))
             rotated.append(cutlass.select_(first + i >= 0, new, words[i]))
         return rotated
 

@@ -194,7 +194,7 @@ class BlockScaledGemm:
 
     def _steps(self, elements: Int32) -> tuple[Int32, Int32]:
         """The stages of a work tile, by number along K, or those of the block's slice: first and end."""
-        steps = (elements + (scaled.ROW_NUMBERS - 1)) // scaled.ROW_NUMBERS
+        steps = (elements + (scaled.ROW_ELEMENTS - 1)) // scaled.ROW_ELEMENTS
         if const_expr(self.c.slices == 1):
             return Int32(0), steps
         each = (steps + (self.c.slices - 1)) // self.c.slices
@@ -218,7 +218,7 @@ class BlockScaledGemm:
             for k in cutlass.range(first, end, unroll=1):
                 slot = slots.packed.slot(n)
                 full = slots.packed.await_empty(n)
-                tiles = cutlass.min(elements // self.format.tile_numbers - k * c.tiles, Int32(c.tiles))
+                tiles = cutlass.min(elements // self.format.tile_elements - k * c.tiles, Int32(c.tiles))
                 nbytes = Int32(c.code_bytes)
                 if const_expr(c.whole):
                     nbytes += tiles * ((1 + c.column_tiles) * scaled.TILE_BYTES)
@@ -321,7 +321,7 @@ class BlockScaledGemm:
                 tmem.after_sync()
                 with cute.arch.elect_one():
                     self._stage(
-                        slots, slots.packed.slot(n), sums, products - k * (scaled.ROW_NUMBERS // scaled.K), k - first
+                        slots, slots.packed.slot(n), sums, products - k * (scaled.ROW_ELEMENTS // scaled.K), k - first
                     )
                     tcgen05.commit(slots.packed.empty + slots.packed.slot(n))
                 n += 1
@@ -338,7 +338,7 @@ class BlockScaledGemm:
         scales = c.first_scales + slot * (parts * c.scale_columns)
         rows = descriptor(slots.sRows.iterator.toint() + slot * (ROWS * STEP_BYTES), STEP_BYTES)
         columns = descriptor(slots.sColumns.iterator.toint() + slot * (c.columns * STEP_BYTES), STEP_BYTES)
-        per_tile = const_expr(self.format.tile_numbers // scaled.K)
+        per_tile = const_expr(self.format.tile_elements // scaled.K)
         for i in cutlass.range_constexpr(c.tiles):
             here = scales + i * (parts * scaled.TILE_COLUMNS)
             if left > i * per_tile:

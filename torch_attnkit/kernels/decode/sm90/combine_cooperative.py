@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import joining, memory_ops
+from torch_attnkit.cuda import atomics, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.sm90 import wgmma
@@ -146,12 +146,12 @@ class CooperativeCombine:
                     sPending[Pending.SHARE] = self._wait(counters, sPending)
                 cute.arch.barrier()
                 if cute.arch.thread_idx()[0] == 0:
-                    left = joining.add_relaxed(counters + 4, Int32(1))
+                    left = atomics.add_relaxed(counters + 4, Int32(1))
                 self._combine_share(tensors, scalars, shared, sPending)
                 if cute.arch.thread_idx()[0] == 0:
                     if left == sPending[Pending.BLOCKS] - 1:  # nobody polls any more
                         for i in cutlass.range_constexpr(COUNTERS):
-                            joining.store_relaxed(counters + 4 * i, Int32(0))
+                            atomics.store_relaxed(counters + 4 * i, Int32(0))
 
     def _pending(self, shared: Int32, which: Int32 | int) -> cute.Tensor:
         at = self.c.shared.pending.at(shared) + which * (4 * len(Pending))
@@ -178,7 +178,7 @@ class CooperativeCombine:
                 polls += 1
                 if (polls >= _PATIENCE) & (seen % _GAVE_UP < blocks):
                     # The last to arrive sees it, unless all have arrived meanwhile.
-                    if joining.swap_if(counters, seen, seen + _GAVE_UP) == seen:
+                    if atomics.swap_if(counters, seen, seen + _GAVE_UP) == seen:
                         share = Int32(_NONE)
             if seen >= _GAVE_UP:
                 share = Int32(_NONE)
@@ -308,7 +308,7 @@ class CooperativeCombine:
                 h = tile.head + row + 8 * r
                 out = Int64(tensors.out.stride[0]) * tile.b + tensors.out.stride[1] * h + column
                 word = op.pack(dtype, values[2 * r], values[2 * r + 1])
-                joining.store_word(tensors.out.iterator.toint() + out * size, word)
+                atomics.store_word(tensors.out.iterator.toint() + out * size, word)
 
     @cute.jit
     def _store_lse(self, tensors: Tensors, tile: WorkTile, row: Int32, row_max: Float32, row_sum: Float32):

@@ -40,7 +40,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from torch_attnkit.cuda import joining, paging
+from torch_attnkit.cuda import atomics, paging
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed, Ring
@@ -143,7 +143,7 @@ class DecodeMla:
 
 def cache_policy(tile: WorkTile) -> Int64:
     """Of keys: where the work tile is a split, evict_first, so that splits stay in L2 until they are combined."""
-    return joining.read_once(cutlass.select_(tile.slot < 0, Int32(0), Int32(1)))
+    return atomics.evict_first(cutlass.select_(tile.slot < 0, Int32(0), Int32(1)))
 
 
 class MlaBarriers(Fixed):

@@ -333,7 +333,7 @@ class BlockScaledGemm:
                             of_weights = const_expr(of_tokens + (1 + i) * columns_each)
                             for step in cutlass.range_constexpr(self.c.stage // self.c.step):
                                 if (step == 0) | (k * self.c.stage + step * self.c.step < columns):
-                                    column = const_expr(step * self.c.step // f.tile_numbers * tile_columns)
+                                    column = const_expr(step * self.c.step // f.tile_elements * tile_columns)
                                     of_x = x + NEXT_STEP * step, Int32(of_tokens + column)
                                     of_w = w + NEXT_STEP * step, Int32(of_weights + column)
                                     self._product(step, d, of_x, of_w, width, k + step > 0)

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import joining, memory_ops
+from torch_attnkit.cuda import atomics, memory_ops
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
 from torch_attnkit.cuda.ring import Fixed
@@ -139,7 +139,7 @@ class WorkspaceCombine(Fixed):
             done = self.sCount[1]
         last = done == others
         if last & (thread == 0):
-            joining.store_relaxed(counter, Int32(0))  # all have counted themselves
+            atomics.store_relaxed(counter, Int32(0))  # all have counted themselves
         return last
 
     def _at(self, slot: Int32) -> Int64:

@@ -216,7 +216,7 @@ class Mainloop(Fixed):
 
     def _online(self, w: Consumer, rS: cute.Tensor, *, first: bool) -> list:
         c = self.c
-        rules = {"first": first, "exact": not c.normalize} | ({"lift": c.p_offset} if c.fp8 else {})
+        rules = {"first": first, "exact": not c.normalize} | ({"p_scale_log2": c.p_offset} if c.fp8 else {})
         return softmax.online(rS, w.row_max, w.row_sum, w.scalars.scale_log2, **rules)
 
     @cute.jit

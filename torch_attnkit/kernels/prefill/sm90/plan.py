@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from torch_attnkit.core.spec import short
-from torch_attnkit.cuda.sm90.clusters import at_once
+from torch_attnkit.cuda.sm90.clusters import resident_clusters
 
 from ..launch import section
 from ..problem import PagedProblem, Problem
@@ -145,14 +145,14 @@ def shares(problem: Problem, keys: int, sms: int) -> bool:
 def cost(tile: Tile, ctas: int, row_tiles: int, groups: int, steps: int, dims: int, sms: int) -> float:
     """Microseconds, roughly, of ``groups`` KV heads with ``row_tiles`` tiles each that visit ``steps`` blocks."""
     total, size = row_tiles * groups, tile.tile_n * dims * 2e-3
-    together = 1 if total <= at_once(ctas, sms, 1) else tile.per_sm  # on the fullest multiprocessor
+    together = 1 if total <= resident_clusters(ctas, sms, 1) else tile.per_sm  # on the fullest multiprocessor
     running = min(total * ctas, sms * tile.per_sm)
     step = max(
         size * together / _COPIES,
         size * running / row_tiles / (_MEMORY * sms),
         tile.tile_m * tile.tile_n * dims * 2e-6 * together / _PRODUCTS,
     )
-    rounds = -(-total // max(1, at_once(ctas, sms, tile.per_sm)))
+    rounds = -(-total // max(1, resident_clusters(ctas, sms, tile.per_sm)))
     return rounds * (_START + -(-steps // ctas) * step) + (_MERGE if ctas > 1 else 0.0)
 
 

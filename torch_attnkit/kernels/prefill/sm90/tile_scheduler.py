@@ -22,9 +22,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from torch_attnkit.cuda import copies, joining
+from torch_attnkit.cuda import atomics, copies
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.opaque import anew
+from torch_attnkit.cuda.compiler_barrier import compiler_barrier
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm90 import softmax
 
@@ -393,7 +393,7 @@ class Collective:
         """
         c = self.c
         width = const_expr(128 // c.dtype.width)  # elements of 16 bytes
-        thread, chunks = anew(cute.arch.thread_idx()[0] % WARPGROUP), c.dim // width
+        thread, chunks = compiler_barrier(cute.arch.thread_idx()[0] % WARPGROUP), c.dim // width
         vectors = copies.fragments(64 * chunks // WARPGROUP, width, c.dtype)
         for n, vector in enumerate(vectors):
             i = thread + n * WARPGROUP
@@ -527,7 +527,7 @@ class DynamicPersistent(GroupScheduler):
             index = self._next(counter, ctas)
         self.tiles.write(n, [Int32(-1)])
         if (index == slots + ctas - 1) & (cute.arch.lane_idx() == 0):
-            joining.store_relaxed(counter, Int32(0))  # no CTA takes any more
+            atomics.store_relaxed(counter, Int32(0))  # no CTA takes any more
 
     @cute.jit
     def _next(self, counter: Any, ctas: Int32):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch_attnkit.cuda.sm90.clusters import at_once
+from torch_attnkit.cuda.sm90.clusters import resident_clusters
 from torch_attnkit.cuda.sm90.warpgroup import ROWS as HEADS
 from torch_attnkit.cuda.workspace import SplitLayout
 from torch_attnkit.kernels.cache.problem import Row
@@ -93,7 +93,7 @@ def reused(problem: Problem) -> bool:
 def cost(problem: Problem, work: int, sms: int, cut: Split) -> float:
     """Microseconds, roughly, of ``work`` work tiles."""
     ctas, groups, sides = cut
-    rounds = -(-work // sides * groups // max(1, at_once(ctas * sides, sms, 1)))
+    rounds = -(-work // sides * groups // max(1, resident_clusters(ctas * sides, sms, 1)))
     turn = _TURN if ctas * groups == 1 else _SHARED_TURN
     keys, merge = share(problem.keys, ctas * groups) * _KEY, _MERGE
     if problem.format != "none":  # whole tiles, at least one per warpgroup
@@ -127,7 +127,7 @@ def plan(problem: Problem, sms: int) -> Plan:
     cuts = [
         Split(ctas, groups, sides)
         for ctas in range(1, MOST_CTAS // sides + 1)
-        for groups in range(1, max(1, at_once(ctas * sides, sms, 1) * sides // work) + 1)
+        for groups in range(1, max(1, resident_clusters(ctas * sides, sms, 1) * sides // work) + 1)
     ]
     ctas, groups, _ = min(cuts, key=lambda cut: cost(problem, work, sms, cut))
     shared = ctas * groups > 1

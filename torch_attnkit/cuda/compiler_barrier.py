@@ -11,7 +11,7 @@ from .asm import asm
 
 
 @dsl_user_op
-def anew(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+def compiler_barrier(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """Compiler barrier: ``value`` through an opaque ``mov``, so that expressions derived from it are rematerialised in
     the loop instead of hoisted into registers ahead of it."""
     return asm(Int32, [Int32(value)], "mov.b32 $0, $1;", memory=True, loc=loc, ip=ip)

@@ -38,7 +38,7 @@ def store_relaxed(target: Int64, value: Int32, *, loc: Any = None, ip: Any = Non
 
 
 @dsl_user_op
-def read_once(condition: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+def evict_first(condition: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
     """L2 cache policy: evict_first where ``condition`` is not 0, for data that is read a single time, else
     evict_normal, so that partial results written for other CTAs stay in the L2."""
     text = (
