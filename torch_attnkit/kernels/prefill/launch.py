@@ -126,7 +126,7 @@ def query_reader(problem: Problem) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda t: read(signed(t, by).contiguous())
 
 
-def reading(run: Callable[..., None], problem: Problem, numbers: tuple[Any, ...]) -> Callable[[Operands], None]:
+def reading(run: Callable[..., None], problem: Problem, values: tuple[Any, ...]) -> Callable[[Operands], None]:
     """What runs a kernel on tensors brought into its layouts, in the order of its Inputs and Outputs."""
     itemsize = problem.dtype.itemsize
     read_q, read_k, read_v = query_reader(problem), reader(problem.k, itemsize), reader(problem.v, itemsize)
@@ -135,7 +135,7 @@ def reading(run: Callable[..., None], problem: Problem, numbers: tuple[Any, ...]
     def start(o: Operands) -> None:
         low, high = (o.cu_q, o.cu_k) if packed else (o.kv_start, o.kv_len)
         ins = (read_q(o.q), read_k(o.k), read_v(o.v), o.sink, low, high, o.scales if scaled else None)
-        run(ins, (o.out, o.lse, None if normalize else o.row_sum), numbers)
+        run(ins, (o.out, o.lse, None if normalize else o.row_sum), values)
 
     return start
 

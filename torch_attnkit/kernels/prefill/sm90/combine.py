@@ -74,9 +74,9 @@ def combine(c: cutlass.Constexpr, ins: Any, outs: RowOutputs, scalars: GroupScal
             stats = [
                 op.load_cluster_floats(2, op.cluster_address(stat_at, peers[i]), valid[i]) for i in range(_AT_ONCE)
             ]
-            news = [op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), valid[i]) for i in range(_AT_ONCE)]
+            values = [op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), valid[i]) for i in range(_AT_ONCE)]
             maxima = [cutlass.select_(valid[i] != 0, stats[i][0], -Float32.inf) for i in range(_AT_ONCE)]
-            row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], news)
+            row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], values)
         token, head = tile.token_and_head(row)
         lse, factor = lse_and_factor(ins, scalars, head, row_max, row_sum)
         pairs = [op.pack(c.out_dtype, rO[x] * factor, rO[x + 1] * factor) for x in (0, 2)]
@@ -90,7 +90,7 @@ def combine(c: cutlass.Constexpr, ins: Any, outs: RowOutputs, scalars: GroupScal
 # The workspace.
 
 
-class Slots(NamedTuple):
+class SplitSlots(NamedTuple):
     """Where the splits of a work tile are."""
 
     first: Int32  # slot of the first
@@ -120,7 +120,7 @@ class WorkspaceCombine(Fixed):
         self.splits, self.count, self.sCount = splits, count, sCount
 
     @cute.jit
-    def is_last(self, w: Consumer, tile: WorkTile, slots: Slots, first: Int32, sums: list):
+    def is_last(self, w: Consumer, tile: WorkTile, slots: SplitSlots, first: Int32, sums: list):
         """Whether all other splits of the tile are there; if not, this one is stored. ``first`` is the CTA with the
         first."""
         counter, thread = self.count + Int64(first) * 4, cute.arch.thread_idx()[0] - WARPGROUP
@@ -163,7 +163,7 @@ class WorkspaceCombine(Fixed):
         return (v * self.c.threads + thread) * _VECTOR
 
     @cute.jit
-    def add(self, w: Consumer, tile: WorkTile, slots: Slots, sums: list):
+    def add(self, w: Consumer, tile: WorkTile, slots: SplitSlots, sums: list):
         """Makes this warpgroup's rows those of all splits; returns their maxima, in powers of two, and sums."""
         c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
         own = [_maximum(w, sums, r) for r in range(2)]
@@ -192,8 +192,8 @@ class WorkspaceCombine(Fixed):
         return [op.load_2_floats(self._stats(slot, w.row + 8 * r)) for r in range(2)]
 
     def _add_split(
-        self, w: Consumer, slots: Slots, split: Int32, thread: Int32, vectors: list[int], own: tuple, rMax: cute.Tensor,
-        rAll: cute.Tensor, rSum: cute.Tensor,
+        self, w: Consumer, slots: SplitSlots, split: Int32, thread: Int32, vectors: list[int], own: tuple,
+        rMax: cute.Tensor, rAll: cute.Tensor, rSum: cute.Tensor,
     ) -> None:  # fmt: skip
         """One split more, this CTA's from registers."""
         own_split, slot = split == slots.own, slots.of(split)
@@ -202,7 +202,7 @@ class WorkspaceCombine(Fixed):
         stats = self._stats_of(
             w, cutlass.select_(own_split, slots.of(cutlass.select_(split == 0, Int32(1), Int32(0))), slot)
         )
-        news = [memory_ops.load_4_floats_if(self._at(slot) + self._vector(v, thread), needed) for v in vectors]
+        values = [memory_ops.load_4_floats_if(self._at(slot) + self._vector(v, thread), needed) for v in vectors]
         weights = []
         for r in range(2):
             row_max, row_sum = (cutlass.select_(own_split, own[i][r], stats[r][i]) for i in range(2))
@@ -210,7 +210,7 @@ class WorkspaceCombine(Fixed):
             rAll[r] = op.fma(weights[r], row_sum, rAll[r])
         for n, v in enumerate(vectors):
             for x, i in enumerate(_vector_elements(v)):
-                value = cutlass.select_(own_split, w.rO[i], news[n][x])
+                value = cutlass.select_(own_split, w.rO[i], values[n][x])
                 rSum[4 * n + x] = op.fma(weights[v % 2], value, rSum[4 * n + x])
 
 

@@ -112,7 +112,7 @@ class Config(Features):
         return 64 if self.dim % 64 == 0 and self.dim_v % 64 == 0 else 32
 
     @property
-    def span(self) -> int:
+    def tile_rows(self) -> int:
         """Rows of a cluster's tiles together; with the dynamic scheduler whole queries, with all their heads."""
         return self.tile_m // self.group * self.group if self.group else self.tile_m * self.ctas
 
@@ -263,37 +263,25 @@ def transposed_values(config: Features) -> Any:
 
 def _cache_arguments(dtype: str, config: Config) -> list[Any]:
     B, T, S, Hq, Hkv = (fake.dim32() for _ in range(5))
-    stored = _stored_as(dtype)
-    ins = CacheInputs(
-        shared._rows(stored, B, T, Hq, config.dim),
-        shared._rows(stored, B, Hkv, S, config.dim),
-        shared._rows(stored, B, Hkv, S, config.dim_v),
-        shared._vector("i32", B),
-        shared._vector("f32", None),
-        shared._vector("i32", B),
-        shared._scales(config, B, Hkv),
-    )
+    q, k, v = _stored(dtype, config, (B, T, Hq), (B, Hkv, S))
+    rest = shared._vector("i32", B), shared._vector("f32", None), shared._vector("i32", B)
+    ins = CacheInputs(q, k, v, *rest, shared._scales(config, B, Hkv))
     return [ins, _outputs(dtype, config, B, T, Hq), None, fake.stream()]
 
 
 def _paged_arguments(dtype: str, config: Config) -> list[Any]:
     T, B, count, Np, Hq, Hkv = (fake.dim32() for _ in range(6))
-    stored = _stored_as(dtype)
-    ins = PagedInputs(
-        shared._rows(stored, T, Hq, config.dim),
-        shared._rows(stored, Np, config.page, Hkv, config.dim),
-        shared._rows(stored, Np, config.page, Hkv, config.dim_v),
-        shared._scales(config, B, Hkv),
-        shared._vector("i32", count),
-        fake.tensor("i32", (B, None), align=4),
-        shared._vector("i32", B),
-        shared._vector("f32", None),
-    )
-    return [ins, _outputs(dtype, config, T, Hq), None, fake.stream()]
+    q, k, v = _stored(dtype, config, (T, Hq), (Np, config.page, Hkv))
+    scales, cu_q = shared._scales(config, B, Hkv), shared._vector("i32", count)
+    rest = fake.tensor("i32", (B, None), align=4), shared._vector("i32", B), shared._vector("f32", None)
+    return [PagedInputs(q, k, v, scales, cu_q, *rest), _outputs(dtype, config, T, Hq), None, fake.stream()]
 
 
-def _stored_as(dtype: str) -> str:
-    return "u8" if dtype == "f8e4m3" else dtype
+def _stored(dtype: str, config: Config, queries: tuple, keys: tuple) -> list[Any]:
+    """q, k and v; E4M3 as bytes."""
+    stored = "u8" if dtype == "f8e4m3" else dtype
+    shapes = (*queries, config.dim), (*keys, config.dim), (*keys, config.dim_v)
+    return [shared._rows(stored, *shape) for shape in shapes]
 
 
 def _outputs(dtype: str, config: Config, *rows: Any) -> RowOutputs:

@@ -35,7 +35,7 @@ from .epilogue import Epilogue
 from .load_tma import TmaLoader
 from .mainloop import Mainloop
 from .seqlen import SEQUENCES
-from .tile_scheduler import Collective, DynamicPersistent, Scheduler, StaticPersistent, sync_cluster
+from .tile_scheduler import Arguments, Collective, DynamicPersistent, Scheduler, StaticPersistent, sync_cluster
 from .tiles import DYNAMIC, STATIC, STREAM_K
 
 
@@ -46,17 +46,18 @@ class Parts:
     mainloop: type[Mainloop] = Mainloop
     epilogue: type[Epilogue] = Epilogue
     loader: type[TmaLoader] = TmaLoader
-    transpose_v: Any = None
-    split_kv: Any = None  # schedulers that split keys
+    split_kv: Any = None  # the module of schedulers that split keys
+    of_fp8: tuple[type[Mainloop] | None, Any] = (None, None)  # the mainloop, and what transposes V in the producer
 
 
 def trace(parts: Parts, *, dtype: str, kv: str = "dense", **signature: Any) -> tuple[Any, list[Any]]:
     """The kernel for a Config, and stand-ins for its arguments."""
     c = Config(dtype=fake.dtype(dtype), kv=kv, varlen=kv == "packed", **signature)
-    mainloop = parts.mainloop(c)
+    mainloop_fp8, transpose_v = parts.of_fp8
+    mainloop = (mainloop_fp8 or parts.mainloop)(c) if c.fp8 else parts.mainloop(c)
     if c.scheduler == STATIC:
         return Attention(c, StaticPersistent(c, mainloop, parts.epilogue(c, mainloop))), arguments(dtype, c)
-    sequences, transpose = SEQUENCES[kv](c), parts.transpose_v(c, mainloop) if c.fp8 else None
+    sequences, transpose = SEQUENCES[kv](c), transpose_v(c, mainloop) if c.fp8 else None
     collective = Collective(c, mainloop, sequences, parts.loader(c, mainloop, sequences, transpose))
     if c.scheduler == DYNAMIC:
         kernel = AttentionWithCounter(c, DynamicPersistent(c, collective))
@@ -91,7 +92,7 @@ class Attention:
         self, loads: Any, ins: Any, outs: Any, scalars: Any, work: Any, layouts: Any, qk_mma: cute.TiledMma,
         pv_mma: cute.TiledMma,
     ):  # fmt: skip
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        args, warp = Arguments(ins, outs, scalars, work), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = self.scheduler.shared_memory(cutlass.memory.SmemAllocator(), warp, layouts, work)
         if warp == 0:
             self.scheduler.prefetch(loads)
@@ -104,10 +105,10 @@ class Attention:
         if valid:
             if warp < 4:
                 cute.arch.setmaxregister_decrease(self.regs_load)
-                self.scheduler.produce(loads, ins, scalars, work, smem, warp, first)
+                self.scheduler.produce(args, loads, smem, warp, first)
             else:
                 cute.arch.setmaxregister_increase(self.regs_mma)
-                self.scheduler.consume(ins, outs, scalars, smem, qk_mma, pv_mma, first)
+                self.scheduler.consume(args, smem, (qk_mma, pv_mma), first)
         self.scheduler.finish()
 
 

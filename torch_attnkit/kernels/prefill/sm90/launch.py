@@ -55,7 +55,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 def hdim512(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """The same for heads whose output no warpgroup holds alone."""
     signature = plan.signature(problem)
-    return static(problem, target, trace_hdim512, signature, plan.sharers(problem, signature))
+    attend = static(problem, target, trace_hdim512, signature, plan.sharers(problem, signature))
+    return lambda o: nothing_attended(o) if family.has_no_keys(problem) else attend(o)
 
 
 def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -67,7 +68,7 @@ def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
     signature = plan.signature(p)
     run = compile.launcher(target, p.device, trace_fp8, **signature)
     transpose = compile.launcher(target, p.device, trace_transpose_v, **plan.transpose_signature(p, signature))
-    numbers = family.static_scalars(p, plan.sharers(p, signature))
+    scalars = family.static_scalars(p, plan.sharers(p, signature))
     read_q, read_k, read_v = query_reader(p), reader(p.k, 1), reader(p.v, 1)
     shape = _transposed_shape(p, signature["tile_n"])
     scaled = any(p.scales)
@@ -82,9 +83,9 @@ def fp8(problem: Problem, target: Target) -> Callable[[Operands], None]:
             o = o._replace(k=o.k.transpose(1, 2), v=o.v.transpose(1, 2))
         q, k, v = read_q(o.q), read_k(o.k), read_v(o.v)
         values = torch.empty(shape, dtype=torch.uint8, device=p.device)  # (B, Hkv, Dv, S'); packed (Hkv, Dv, S')
-        transpose((q, k, v, None, low, high, None), values, numbers)
+        transpose((q, k, v, None, low, high, None), values, scalars)
         ins = (q, k, values, o.sink, low, high, o.scales if scaled else None)
-        run(ins, (o.out, o.lse, None if p.normalize else o.row_sum), numbers)
+        run(ins, (o.out, o.lse, None if p.normalize else o.row_sum), scalars)
 
     return launch
 
@@ -169,13 +170,13 @@ def _group_start(run: Callable[..., None], problem: Problem, chosen: plan.Plan) 
     """What runs a kernel on operands, and on its inputs as a function orders them."""
     p = problem
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    scales_of, numbers, workspace = _scale_reader(p), _scalars(p, chosen.ctas), _workspace(p, chosen)
+    scales_of, scalars, workspace = _scale_reader(p), _scalars(p, chosen.ctas), _workspace(p, chosen)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
     def start(o: Operands | PagedOperands, order: Callable[..., tuple[Any, ...]]) -> None:
         sink = unread if o.sink is None else o.sink
         ins = order(read_q(o.q), read_k(o.k), read_v(o.v), sink, scales_of(o.scales))
-        run(ins, (o.out, o.lse), numbers, *workspace())
+        run(ins, (o.out, o.lse), scalars, *workspace())
 
     return start
 
@@ -223,34 +224,31 @@ def trace_hdim512(arch: str, **signature: Any) -> compile.Traced:
     """The same for heads of 512."""
     from . import kernel, mainloop_hdim512
 
-    return kernel.trace(
-        kernel.Parts(mainloop_hdim512.MainloopHdim512, mainloop_hdim512.EpilogueHdim512), **signature
-    )  # fmt: skip
+    parts = kernel.Parts(mainloop_hdim512.MainloopHdim512, mainloop_hdim512.EpilogueHdim512)
+    return kernel.trace(parts, **signature)
 
 
 def trace_fp8(arch: str, **signature: Any) -> compile.Traced:
     """The same over E4M3, with V transposed by ``trace_transpose_v``'s kernel."""
     from . import kernel, mainloop_fp8
 
-    return kernel.trace(kernel.Parts(mainloop_fp8.MainloopFp8), **signature)
+    return kernel.trace(kernel.Parts(of_fp8=(mainloop_fp8.MainloopFp8, None)), **signature)
 
 
 def trace_cached(arch: str, **signature: Any) -> compile.Traced:
     """Queries at the end of a cache."""
     from . import kernel, mainloop_fp8, split_kv_scheduler, transpose_v
 
-    fp8 = {"mainloop": mainloop_fp8.MainloopFp8} if signature["dtype"] == "f8e4m3" else {}
-    parts = kernel.Parts(split_kv=split_kv_scheduler, transpose_v=transpose_v.TransposeV, **fp8)
-    return kernel.trace(parts, **signature)
+    of_fp8 = mainloop_fp8.MainloopFp8, transpose_v.TransposeV
+    return kernel.trace(kernel.Parts(split_kv=split_kv_scheduler, of_fp8=of_fp8), **signature)
 
 
 def trace_paged(arch: str, **signature: Any) -> compile.Traced:
     """Blocks of queries over pages."""
     from . import kernel, load_paged, mainloop_fp8, split_kv_scheduler, transpose_v
 
-    fp8 = {"mainloop": mainloop_fp8.MainloopFp8} if signature["dtype"] == "f8e4m3" else {}
-    others = {"split_kv": split_kv_scheduler, "transpose_v": transpose_v.TransposeV} | fp8
-    parts = kernel.Parts(loader=load_paged.PagedLoader, **others)
+    of_fp8 = mainloop_fp8.MainloopFp8, transpose_v.TransposeV
+    parts = kernel.Parts(loader=load_paged.PagedLoader, split_kv=split_kv_scheduler, of_fp8=of_fp8)
     return kernel.trace(parts, **signature)
 
 

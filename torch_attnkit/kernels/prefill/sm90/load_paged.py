@@ -65,16 +65,18 @@ class PagedLoader(TmaLoader):
         return SharedMemory(Stages(SingleFill(), *both, *self.mainloop.operands(memory, layouts)))
 
     @cute.jit
-    def produce(self, loads: KVLoads, ins: PagedInputs, tile: WorkTile, place: Int32, smem: SharedMemory, fills: Int32):
+    def produce(
+        self, loads: KVLoads, ins: PagedInputs, tile: WorkTile, kv_index: Int32, smem: SharedMemory, fills: Int32
+    ):
         """Every warp that loads: the blocks of K and V; ``fills`` of every ring were before."""
         c, stages, keys = self.c, smem.stages, self.keys
         k, v = (loads.k_atom, loads.k), (loads.v_atom, loads.v)
-        of_block = keys.pages(ins, tile, place, tile.block(tile.first))
+        of_block = keys.pages(ins, tile, kv_index, tile.block(tile.first))
         if const_expr(c.fp8):
             staged = smem.staged_v
             for step in cutlass.range(tile.first, tile.stop, unroll=1):
                 n, block = fills + step - tile.first, tile.block(step)
-                following = keys.pages(ins, tile, place, tile.block(step + 1))
+                following = keys.pages(ins, tile, kv_index, tile.block(step + 1))
                 keys.load(k, stages.ring_k, stages.sK, c.dim, tile, of_block, block, n)
                 self.values.load(v, staged.ring, staged.stages, c.dim_v, tile, of_block, block, n)
                 of_block = following
@@ -82,7 +84,7 @@ class PagedLoader(TmaLoader):
             before = of_block
             for step in cutlass.range(tile.first, tile.stop + 1, unroll=1):
                 n = fills + step - tile.first
-                following = keys.pages(ins, tile, place, tile.block(step + 1))
+                following = keys.pages(ins, tile, kv_index, tile.block(step + 1))
                 if step < tile.stop:
                     keys.load(k, stages.ring_k, stages.sK, c.dim, tile, of_block, tile.block(step), n)
                 if step > tile.first:
@@ -199,7 +201,7 @@ class PageRows(Fixed):
     the swizzled layout has rows of so many.
 
     Copies cost instructions, so a lane works out the address of one row a block, and others get it by shuffle; where
-    its 16 bytes go are two addresses a block, beside numbers that are known beforehand.
+    its 16 bytes go are two addresses a block, beside constants.
     """
 
     def __init__(self, config: Config):
@@ -240,14 +242,14 @@ class PageRows(Fixed):
         )  # bytes of a run of all rows
         lane = cute.arch.lane_idx()
         row, chunk = lane // chunks, lane % chunks  # of iteration 0
-        address, there = self._row(source[1], tile, pages_of, block, lane % iterations * abreast + row)
-        there = there >> row * chunks  # bit i: whether there is this lane's row of iteration i
+        address, valid_rows = self._row(source[1], tile, pages_of, block, lane % iterations * abreast + row)
+        valid_rows = valid_rows >> row * chunks  # bit i: whether there is this lane's row of iteration i
         # Lane i of those that copy a row together holds that of iteration i.
-        together = const_expr((_LANES - chunks) << 8 | _LANES - 1)
+        segment = const_expr((_LANES - chunks) << 8 | _LANES - 1)
         halves = (Int32(address), Int32(address >> 32))
         sources = []
         for i in cutlass.range_constexpr(iterations):
-            low, high = (cute.arch.shuffle_sync(half, i, mask_and_clamp=together) for half in halves)
+            low, high = (cute.arch.shuffle_sync(half, i, mask_and_clamp=segment) for half in halves)
             sources.append(_joined(low, high) + chunk * _CHUNK)
         begin = stage.iterator.toint() + ring.slot(n) * (each * runs) + (self._warp() * self.rows + row) * run_bytes
         # Rows of 128 bytes are swizzled by their number modulo 8, of 64 by half of it modulo 4; iterations have 4 or 8.
@@ -255,7 +257,7 @@ class PageRows(Fixed):
         targets = [begin + (swizzled ^ i * abreast % chunks) * _CHUNK for i in range(2)]
         ring.await_empty(n)
         for i in cutlass.range_constexpr(iterations):
-            valid = cutlass.select_((there & (1 << i)) != 0, Int32(_CHUNK), Int32(0))
+            valid = cutlass.select_((valid_rows & (1 << i)) != 0, Int32(_CHUNK), Int32(0))
             for run in cutlass.range_constexpr(runs):
                 at = const_expr(run * each + i * abreast * run_bytes)
                 copy_16_async_at(targets[i % 2], at, sources[i], run * run_bytes, valid)
@@ -268,10 +270,10 @@ class PageRows(Fixed):
         nbytes = const_expr(self.c.dtype.width // 8)
         page = cute.arch.shuffle_sync(pages_of, key)
         slot = (block * self.c.tile_n + self._warp() * self.rows + key) % self.c.page
-        there = cute.arch.vote_ballot_sync(page >= 0)
+        valid_rows = cute.arch.vote_ballot_sync(page >= 0)
         page = cutlass.max(page, Int32(0))
         offset = Int64(cache.stride[0]) * page + Int64(cache.stride[1]) * slot + Int64(cache.stride[2]) * tile.kv_head
-        return cache.iterator.toint() + offset * nbytes, there
+        return cache.iterator.toint() + offset * nbytes, valid_rows
 
 
 def _box_op(c: Config) -> Any:

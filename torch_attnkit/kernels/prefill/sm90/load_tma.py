@@ -128,11 +128,11 @@ class TmaLoader(Fixed):
         loads.prefetch()
 
     @cute.jit
-    def produce(self, loads: KVLoads, ins: Any, tile: WorkTile, place: Int32, smem: SharedMemory, fills: Int32):
+    def produce(self, loads: KVLoads, ins: Any, tile: WorkTile, kv_index: Int32, smem: SharedMemory, fills: Int32):
         """One warp: the blocks of K and V; ``fills`` of every ring were before."""
         c, stages = self.c, smem.stages
         rank = cute.arch.block_in_cluster_idx()[0] if c.pair else Int32(0)
-        k_head, v_head = (self.sequences.keys(t, tile, place) for t in (loads.k, loads.v))
+        k_head, v_head = (self.sequences.keys(t, tile, kv_index) for t in (loads.k, loads.v))
         gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
         gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
         target_v = (smem.staged_v.ring, smem.staged_v.stages) if c.fp8 else (stages.ring_v, stages.sV)
@@ -194,7 +194,7 @@ class RowBoxes(Fixed):
 
     def acquire(self, ring: Ring, n: Int32) -> cute.Pointer:
         c = self.c
-        return ring.acquire(n, c.span * c.dim * c.dtype.width // 8)
+        return ring.acquire(n, c.tile_rows * c.dim * c.dtype.width // 8)
 
     def load(self, loads: QLoads, rows: cute.Tensor, sBoxes: cute.Tensor, slot: Int32, full: cute.Pointer) -> None:
         """``rows`` (group, T, D) from the tile's first query on, into a stage."""

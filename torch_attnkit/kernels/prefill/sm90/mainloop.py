@@ -122,24 +122,12 @@ class Mainloop(Fixed):
         sVt = cute.composition(stages.sV, by_column)  # (Dv, N, stages)
         qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
         rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
-        return Consumer(
-            warpgroup=group,
-            row=(thread // 32) * 16 + cute.arch.lane_idx() // 4,
-            lane=cute.arch.lane_idx(),
-            stages=stages,
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            tSrQ=qk.make_fragment_A(qk.partition_A(stages.sQ)),
-            tSrK=qk.make_fragment_B(qk.partition_B(stages.sK)),
-            tOrV=pv.make_fragment_B(pv.partition_B(sVt)),
-            rP=rP,
-            rP_pairs=cute.recast_tensor(rP, Int32),
-            rO=cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32),
-            row_max=cute.make_rmem_tensor(2, Float32),
-            row_sum=cute.make_rmem_tensor(2, Float32),
-            scales=cute.make_rmem_tensor(2, Float32),
-            scalars=scalars,
-        )
+        row, lane = (thread // 32) * 16 + cute.arch.lane_idx() // 4, cute.arch.lane_idx()
+        fragments = [qk.make_fragment_A(qk.partition_A(stages.sQ)), qk.make_fragment_B(qk.partition_B(stages.sK))]
+        fragments += [pv.make_fragment_B(pv.partition_B(sVt)), rP, cute.recast_tensor(rP, Int32)]
+        rO = cute.make_rmem_tensor(pv.partition_shape_C((c.tile_m, c.dim_v)), Float32)
+        statistics = [cute.make_rmem_tensor(2, Float32) for _ in range(3)]
+        return Consumer(group, row, lane, stages, qk_mma, pv_mma, *fragments, rO, *statistics, scalars)
 
     @property
     def ping_pong(self) -> bool:

@@ -113,28 +113,14 @@ class MainloopHdim512(Mainloop):
         rP = pv.make_fragment_A(pv.partition_shape_A((_ROWS, c.tile_n)))
         message = cute.make_rmem_tensor(1, Int32)
         message[0] = Int32(0)
-        return SplitConsumer(
-            warpgroup=group,
-            row=index // 32 * 16 + lane // 4,
-            lane=lane,
-            stages=stages,
-            exchange=self.exchange,
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            shared_mma=shared_mma,
-            tSrQ=qk.make_fragment_A(qk.partition_A(stages.sQ)),
-            tSrK=qk.make_fragment_B(qk.partition_B(stages.sK)),
-            tOrP=shared.make_fragment_A(shared.partition_A(self.exchange.sP)),
-            tOrV=pv.make_fragment_B(pv.partition_B(sVt)),
-            rP=rP,
-            rP_pairs=cute.recast_tensor(rP, Int32),
-            rO=cute.make_rmem_tensor(pv.partition_shape_C((_ROWS, self.half)), Float32),
-            row_max=cute.make_rmem_tensor(2, Float32),
-            row_sum=cute.make_rmem_tensor(2, Float32),
-            scales=cute.make_rmem_tensor(2, Float32),
-            message=message,
-            scalars=scalars,
-        )
+        row = index // 32 * 16 + lane // 4
+        operands = [qk.make_fragment_A(qk.partition_A(stages.sQ)), qk.make_fragment_B(qk.partition_B(stages.sK))]
+        tOrP = shared.make_fragment_A(shared.partition_A(self.exchange.sP))
+        operands += [pv.make_fragment_B(pv.partition_B(sVt)), rP, cute.recast_tensor(rP, Int32)]
+        rO = cute.make_rmem_tensor(pv.partition_shape_C((_ROWS, self.half)), Float32)
+        common = group, row, lane, stages, qk_mma, pv_mma, *operands, rO
+        statistics = [cute.make_rmem_tensor(2, Float32) for _ in range(3)]
+        return SplitConsumer(*common, *statistics, scalars, self.exchange, shared_mma, tOrP, message)
 
     @property
     def half(self) -> int:

@@ -145,12 +145,12 @@ def shares(problem: Problem, keys: int, sms: int) -> bool:
 def cost(tile: Tile, ctas: int, row_tiles: int, groups: int, steps: int, dims: int, sms: int) -> float:
     """Microseconds, roughly, of ``groups`` KV heads with ``row_tiles`` tiles each that visit ``steps`` blocks."""
     total, size = row_tiles * groups, tile.tile_n * dims * 2e-3
-    together = 1 if total <= resident_clusters(ctas, sms, 1) else tile.per_sm  # on the fullest multiprocessor
+    sharing = 1 if total <= resident_clusters(ctas, sms, 1) else tile.per_sm  # on the fullest multiprocessor
     running = min(total * ctas, sms * tile.per_sm)
     step = max(
-        size * together / _COPIES,
+        size * sharing / _COPIES,
         size * running / row_tiles / (_MEMORY * sms),
-        tile.tile_m * tile.tile_n * dims * 2e-6 * together / _PRODUCTS,
+        tile.tile_m * tile.tile_n * dims * 2e-6 * sharing / _PRODUCTS,
     )
     rounds = -(-total // max(1, resident_clusters(ctas, sms, tile.per_sm)))
     return rounds * (_START + -(-steps // ctas) * step) + (_MERGE if ctas > 1 else 0.0)
@@ -279,8 +279,8 @@ def dynamic(problem: Problem, sms: int) -> Plan | None:
         return None
     sequences = max(1, p.batch)
     tokens = min(p.longest, -(-p.queries // sequences)) if p.packed else p.queries
-    span = chosen.tile_m // p.group * p.group
-    if -(-tokens * p.group // span) * sequences * p.kv_heads <= sms:
+    tile_rows = chosen.tile_m // p.group * p.group
+    if -(-tokens * p.group // tile_rows) * sequences * p.kv_heads <= sms:
         return None
     heads = section(p, 1)
     if p.causal:

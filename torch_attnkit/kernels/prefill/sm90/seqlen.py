@@ -62,36 +62,18 @@ class WorkTile(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Where a kernel's sequences are. A tile's ``place`` is by what its keys are found: the number of its sequence, or
-    the key, or row of k, from which its blocks count."""
+    """Where a kernel's sequences are, for its loader and its consumers. Each scheduler has methods of its own, which
+    say which tiles there are. By a tile's ``kv_index`` its keys are found: the number of its sequence, or the key, or
+    row of k, from which its blocks count."""
 
-    # Of the single-tile scheduler: how many clusters there are, and this CTA's tile, its place, whether there is one.
-    def clusters(self, ins: Any) -> Int32: ...
-    def cluster_tile(self, ins: Any, scalars: GroupScalars) -> tuple[WorkTile, Int32, Any]: ...
-
-    # Of stream-K.
-    one_tile: bool  # whether a sequence has one tile of rows, by the plan of such CTAs
-
-    def count(self, ins: Any) -> Int32: ...
-    def kv_heads(self, ins: Any) -> Int32: ...
-    def group(self, ins: Any) -> tuple[Int32, Float32]: ...  # query heads that share a KV head, and 1 over that
-    def sequence(self, ins: Any, scalars: GroupScalars, b: Int32) -> Sequence: ...
-    def batch(self, b: Int32) -> Int32: ...  # in the tensors that a work tile's rows are read from
-
-    # Of the dynamic scheduler: how many tiles there may be, and the tile of one of these, likewise.
-    def slots(self, ins: Any) -> Int32: ...
-    def slot_tile(self, ins: Any, rules: MaskRules, section: Int32, index: Int32) -> tuple[WorkTile, Int32, Any]: ...
-    def queries_from(self, q: cute.Tensor, tile: WorkTile) -> cute.Tensor: ...  # of its KV head, (group, T, D)
-
-    # Of loaders and consumers.
     key_modes: tuple[int, ...]  # the axes of k and v that become (S, D, Hkv), and B if there is one
 
-    def keys(self, t: cute.Tensor, tile: WorkTile, place: Int32) -> cute.Tensor: ...  # of a tile, (S, D)
-    def rows(self, ins: Any, outs: Any, tile: WorkTile, place: Int32) -> tuple[Any, RowOutputs]: ...
+    def keys(self, t: cute.Tensor, tile: WorkTile, kv_index: Int32) -> cute.Tensor: ...  # of a tile, (S, D)
+    def rows(self, ins: Any, outs: Any, tile: WorkTile, kv_index: Int32) -> tuple[Any, RowOutputs]: ...
 
 
 class CacheSequences(Fixed):
-    """Those of a batch over caches (B, Hkv, S, D), whose queries end where their keys do; a place is a sequence."""
+    """Those of a batch over caches (B, Hkv, S, D), whose queries end where their keys do; kv_index is a sequence."""
 
     one_tile, key_modes = True, (2, 3, 1, 0)
 
@@ -123,7 +105,7 @@ class CacheSequences(Fixed):
     def _row_tiles(self, ins: CacheInputs) -> Int32:
         """Clusters that the rows of a KV head need, each for its keys or a part of them."""
         rows = Int32(ins.q.shape[1]) * (Int32(ins.q.shape[2]) // Int32(ins.k.shape[1]))
-        return (rows + (self.c.span - 1)) // self.c.span
+        return (rows + (self.c.tile_rows - 1)) // self.c.tile_rows
 
     def clusters(self, ins: CacheInputs) -> Int32:
         return self._row_tiles(ins) * self.kv_heads(ins) * self.count(ins)
@@ -137,20 +119,22 @@ class CacheSequences(Fixed):
         others = tile // row_tiles
         batch = Int32(others // heads)
         head = Int32(others) - batch * Int32(heads)
-        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * c.span
+        begin = Int32(row_tiles - 1 - (tile - others * row_tiles)) * c.tile_rows
         seq = self.sequence(ins, scalars, batch)
-        whole = row_tile(c, seq, (batch, head), self.group(ins), begin, c.span, MaskRules.of(scalars))
+        whole = row_tile(c, seq, (batch, head), self.group(ins), begin, c.tile_rows, MaskRules.of(scalars))
         return part_of_cluster(c, whole, rank, scalars.ctas), batch, True
 
-    def keys(self, t: cute.Tensor, tile: WorkTile, place: Int32) -> cute.Tensor:
+    def keys(self, t: cute.Tensor, tile: WorkTile, kv_index: Int32) -> cute.Tensor:
         return t[None, None, tile.kv_head, tile.batch]
 
-    def rows(self, ins: CacheInputs, outs: RowOutputs, tile: WorkTile, place: Int32) -> tuple[CacheInputs, RowOutputs]:
+    def rows(
+        self, ins: CacheInputs, outs: RowOutputs, tile: WorkTile, kv_index: Int32
+    ) -> tuple[CacheInputs, RowOutputs]:
         return ins, outs
 
 
 class PagedSequences(Fixed):
-    """Those of packed queries over pages, and one of what lies behind the last; a place is the number of a sequence."""
+    """Those of packed queries over pages, and one of what lies behind the last; kv_index is a sequence's number."""
 
     one_tile = False
 
@@ -173,46 +157,46 @@ class PagedSequences(Fixed):
         """Offsets and lengths outside of the tensors are cut off. What lies behind the last is one without keys."""
         return _paged_sequence(self.c, ins, b)
 
-    def slots(self, ins: PagedInputs) -> Int32:
+    def max_tiles(self, ins: PagedInputs) -> Int32:
         """Of all KV heads."""
         heads = self.kv_heads(ins)
         group = Int32(self.c.group) if self.c.group else Int32(ins.q.shape[1]) // heads
-        return _slots(Int32(ins.q.shape[0]), group, self.count(ins), self.c.span) * heads
+        return _max_tiles(Int32(ins.q.shape[0]), group, self.count(ins), self.c.tile_rows) * heads
 
-    clusters = slots
+    clusters = max_tiles
 
     @cute.jit
     def cluster_tile(self, ins: PagedInputs, scalars: GroupScalars):
         index = cute.arch.cluster_idx()[0]
-        whole, b, valid = self.slot_tile(ins, MaskRules.of(scalars), None, index)
+        whole, b, valid = self.nth_tile(ins, MaskRules.of(scalars), None, index)
         return part_of_cluster(self.c, whole, cute.arch.block_in_cluster_idx()[0], scalars.ctas), b, valid
 
     @cute.jit
-    def slot_tile(self, ins: PagedInputs, rules: MaskRules, section: Any, index: Int32):
+    def nth_tile(self, ins: PagedInputs, rules: MaskRules, section: Any, index: Int32):
         """Later rows of a sequence come first: they see more keys."""
-        heads, span = Int32(ins.k.shape[2]), self.c.span
+        heads, tile_rows = Int32(ins.k.shape[2]), self.c.tile_rows
         slot = quotient(index, heads)
         kv_head = index - slot * heads
         group = self.group(ins)
-        b, number = _sequence_of(ins.cu_q, group[0], slot, span)
+        b, number = _sequence_of(ins.cu_q, group[0], slot, tile_rows)
         seq = self.sequence(ins, None, b)
-        begin, valid = _first_row(seq, group[0], number, span)
-        return row_tile(self.c, seq, (Int32(0), kv_head), group, begin, span, rules), b, valid
+        begin, valid = _first_row(seq, group[0], number, tile_rows)
+        return row_tile(self.c, seq, (Int32(0), kv_head), group, begin, tile_rows, rules), b, valid
 
     def queries_from(self, q: cute.Tensor, tile: WorkTile) -> cute.Tensor:
         return _packed_queries_from(q, tile)
 
-    def rows(self, ins: PagedInputs, outs: RowOutputs, tile: WorkTile, place: Int32) -> tuple[RowInputs, RowOutputs]:
+    def rows(self, ins: PagedInputs, outs: RowOutputs, tile: WorkTile, kv_index: Int32) -> tuple[RowInputs, RowOutputs]:
         """A tile's sequence as a dense batch of one; what lies behind the last has that one's scales."""
         q0, scales = tile.seq.q0, None
         if ins.scales is not None:
-            known = cutlass.min(place, Int32(ins.kv_len.shape[0]) - 1)
+            known = cutlass.min(kv_index, Int32(ins.kv_len.shape[0]) - 1)
             scales = tuple(cute.domain_offset((known, 0), scale) for scale in ins.scales)
         return RowInputs(_rows_from(ins.q, q0), ins.sink, scales), RowOutputs(*(_rows_from(t, q0) for t in outs))
 
 
 class DenseSequences(Fixed):
-    """Those of a dense batch, (B, T, Hq, D) and (B, S, Hkv, D); a place is the key that a tile's blocks count from.
+    """Those of a dense batch, (B, T, Hq, D) and (B, S, Hkv, D); kv_index is the key that a tile's blocks count from.
 
     Tiles of heads whose keys share the L2 follow one another, from the last rows, which a causal mask leaves most keys,
     to the first.
@@ -227,12 +211,12 @@ class DenseSequences(Fixed):
         return cute.domain_offset((0, tile.token, 0), q[None, None, None, tile.kv_head, tile.batch])
 
     def _row_tiles(self, ins: Inputs) -> Int32:
-        return (Int32(ins.q.shape[1]) * self.c.group + (self.c.span - 1)) // self.c.span
+        return (Int32(ins.q.shape[1]) * self.c.group + (self.c.tile_rows - 1)) // self.c.tile_rows
 
-    def slots(self, ins: Inputs) -> Int32:
+    def max_tiles(self, ins: Inputs) -> Int32:
         return self._row_tiles(ins) * Int32(ins.k.shape[2]) * Int32(ins.k.shape[0])
 
-    def slot_tile(self, ins: Inputs, rules: MaskRules, section: Int32, index: Int32) -> tuple:
+    def nth_tile(self, ins: Inputs, rules: MaskRules, section: Int32, index: Int32) -> tuple:
         heads, row_tiles = Int32(ins.k.shape[2]), self._row_tiles(ins)
         of_section = row_tiles * section
         before = quotient(index, of_section)
@@ -241,20 +225,20 @@ class DenseSequences(Fixed):
         rank = quotient(inside, width)
         pair = before * section + inside - rank * width
         batch = quotient(pair, heads)
-        begin = (row_tiles - 1 - rank) * self.c.span
+        begin = (row_tiles - 1 - rank) * self.c.tile_rows
         origin, seq = _from_window(self.c, dense(self.c, ins, batch), begin, rules)
-        tile = row_tile(self.c, seq, (batch, pair - batch * heads), fixed_group(self.c), begin, self.c.span, rules)
+        tile = row_tile(self.c, seq, (batch, pair - batch * heads), fixed_group(self.c), begin, self.c.tile_rows, rules)
         return tile, origin, tile.rows > 0
 
-    def keys(self, t: cute.Tensor, tile: WorkTile, place: Int32) -> cute.Tensor:
-        return cute.domain_offset((place, 0), t[None, None, tile.kv_head, tile.batch])
+    def keys(self, t: cute.Tensor, tile: WorkTile, kv_index: Int32) -> cute.Tensor:
+        return cute.domain_offset((kv_index, 0), t[None, None, tile.kv_head, tile.batch])
 
-    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, place: Int32) -> tuple[Inputs, RowOutputs]:
+    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, kv_index: Int32) -> tuple[Inputs, RowOutputs]:
         return ins, RowOutputs(outs.out, outs.lse)
 
 
 class PackedSequences(Fixed):
-    """(T, Hq, D) and (S, Hkv, D), found by offsets; a place is the row of k from which a tile's blocks count."""
+    """(T, Hq, D) and (S, Hkv, D), found by offsets; kv_index is the row of k from which a tile's blocks count."""
 
     key_modes = (0, 2, 1)
 
@@ -264,19 +248,19 @@ class PackedSequences(Fixed):
     def queries_from(self, q: cute.Tensor, tile: WorkTile) -> cute.Tensor:
         return _packed_queries_from(q, tile)
 
-    def slots(self, ins: Inputs) -> Int32:
+    def max_tiles(self, ins: Inputs) -> Int32:
         tokens, offsets = Int32(ins.q.shape[0]), Int32(ins.low.shape[0])
-        return _slots(tokens, Int32(self.c.group), offsets, self.c.span) * Int32(ins.k.shape[1])
+        return _max_tiles(tokens, Int32(self.c.group), offsets, self.c.tile_rows) * Int32(ins.k.shape[1])
 
-    def slot_tile(self, ins: Inputs, rules: MaskRules, section: Int32, index: Int32) -> tuple:
+    def nth_tile(self, ins: Inputs, rules: MaskRules, section: Int32, index: Int32) -> tuple:
         heads, group = Int32(ins.k.shape[1]), fixed_group(self.c)
         slot = quotient(index, heads)
-        b, number = _sequence_of(ins.low, group[0], slot, self.c.span)
+        b, number = _sequence_of(ins.low, group[0], slot, self.c.tile_rows)
         first, seq = self._sequence(ins, b)
-        begin, valid = _first_row(seq, group[0], number, self.c.span)
+        begin, valid = _first_row(seq, group[0], number, self.c.tile_rows)
         origin, seq = _from_window(self.c, seq, begin, rules)
         at = Int32(0), index - slot * heads
-        return row_tile(self.c, seq, at, group, begin, self.c.span, rules), first + origin, valid
+        return row_tile(self.c, seq, at, group, begin, self.c.tile_rows, rules), first + origin, valid
 
     def _sequence(self, ins: Inputs, b: Int32) -> tuple[Int32, Sequence]:
         """The first key of sequence ``b``, and the sequence; what lies behind the last is one without keys. Offsets
@@ -289,10 +273,10 @@ class PackedSequences(Fixed):
         tokens, keys = q1 - q0, cutlass.max(_clip(ins.high[behind], all_keys) - k0, Int32(0))
         return k0, Sequence(q0, tokens, keys - tokens, Int32(0), keys)
 
-    def keys(self, t: cute.Tensor, tile: WorkTile, place: Int32) -> cute.Tensor:
-        return cute.domain_offset((place, 0), t[None, None, tile.kv_head])
+    def keys(self, t: cute.Tensor, tile: WorkTile, kv_index: Int32) -> cute.Tensor:
+        return cute.domain_offset((kv_index, 0), t[None, None, tile.kv_head])
 
-    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, place: Int32) -> tuple[Inputs, RowOutputs]:
+    def rows(self, ins: Inputs, outs: Outputs, tile: WorkTile, kv_index: Int32) -> tuple[Inputs, RowOutputs]:
         return ins, RowOutputs(*(_rows_from(t, tile.seq.q0) for t in (outs.out, outs.lse)))
 
 
@@ -303,10 +287,10 @@ SEQUENCES = {"dense": DenseSequences, "packed": PackedSequences, "cache": CacheS
 
 
 def row_tile(
-    c: Config, seq: Sequence, at: tuple[Int32, Int32], group: tuple[Int32, Float32], begin: Int32, span: int,
+    c: Config, seq: Sequence, at: tuple[Int32, Int32], group: tuple[Int32, Float32], begin: Int32, tile_rows: int,
     rules: MaskRules,
 ) -> WorkTile:  # fmt: skip
-    """The ``span`` rows of a sequence from row ``begin`` on, all steps of them; ``at`` is (batch, KV head).
+    """The ``tile_rows`` rows of a sequence from row ``begin`` on, all steps of them; ``at`` is (batch, KV head).
 
     ``group`` is how many query heads share the KV head, and 1 over that.
     """
@@ -314,7 +298,7 @@ def row_tile(
     left = seq.tokens * heads - begin
     token = quotient(begin, heads)
     rest = begin - token * heads
-    last = token + advance(rest + cutlass.min(left, span) - 1, heads, inverse)[0]
+    last = token + advance(rest + cutlass.min(left, tile_rows) - 1, heads, inverse)[0]
     blocks = _blocks_of(seq, seq.shift + token, seq.shift + last, c.tile_n, rules)
     return WorkTile(*at, heads, inverse, token, rest, left, seq, blocks, Int32(0), blocks.steps)
 
@@ -402,17 +386,17 @@ def _packed_queries_from(q: cute.Tensor, tile: WorkTile) -> cute.Tensor:
     return cute.domain_offset((0, tile.seq.q0 + tile.token, 0), q[None, None, None, tile.kv_head])
 
 
-def _slots(tokens: Int32, group: Int32, offsets: Int32, span: int) -> Int32:
-    """Places for tiles of ``span`` rows: enough for those of all sequences and of what lies behind the last."""
-    return tokens * group // span + offsets
+def _max_tiles(tokens: Int32, group: Int32, offsets: Int32, tile_rows: int) -> Int32:
+    """Places for tiles of ``tile_rows`` rows: enough for those of all sequences and of what lies behind the last."""
+    return tokens * group // tile_rows + offsets
 
 
 @cute.jit
-def _sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, span: cutlass.Constexpr):
+def _sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, tile_rows: cutlass.Constexpr):
     """The sequence that a slot belongs to, and the slot's number in it. A whole warp calls this.
 
-    Sequence b begins at slot ``offsets[b] * group // span + b``, which leaves it enough of them without a prefix sum;
-    some stay empty. The lanes look at 32 sequences at a time: the last that begins before the slot, then among those
+    Sequence b begins at slot ``offsets[b] * group // tile_rows + b``, which leaves it enough without a prefix sum; some
+    stay empty. The lanes look at 32 sequences at a time: the last that begins before the slot, then among those
     that follow it.
     """
     low, width = Int32(0), Int32(offsets.shape[0])
@@ -420,11 +404,11 @@ def _sequence_of(offsets: cute.Tensor, group: Int32, slot: Int32, span: cutlass.
         step = (width + (_LANES - 1)) // _LANES
         i = cute.arch.lane_idx() * step
         row = Int32(offsets[low + cutlass.min(i, width - 1)])
-        begun = (i < width) & (row * group // span + low + i <= slot)
+        begun = (i < width) & (row * group // tile_rows + low + i <= slot)
         found = cutlass.max(cute.arch.popc(cute.arch.vote_ballot_sync(begun)) - 1, Int32(0))
         width = cutlass.min(step, width - found * step)
         low += found * step
-    return low, slot - (cutlass.max(Int32(offsets[low]), 0) * group // span + low)
+    return low, slot - (cutlass.max(Int32(offsets[low]), 0) * group // tile_rows + low)
 
 
 @cute.jit
@@ -438,8 +422,8 @@ def _paged_sequence(c: cutlass.Constexpr, ins: PagedInputs, b: Int32):
     return Sequence(q0, tokens, end - tokens, Int32(0), end)
 
 
-def _first_row(seq: Sequence, group: Int32, number: Int32, span: int) -> tuple:
+def _first_row(seq: Sequence, group: Int32, number: Int32, tile_rows: int) -> tuple:
     """Where the ``number``-th tile of a sequence from behind begins, and whether there is one."""
-    tiles = (seq.tokens * group + (span - 1)) // span
+    tiles = (seq.tokens * group + (tile_rows - 1)) // tile_rows
     valid = (seq.tokens > 0) & (number >= 0) & (number < tiles)
-    return cutlass.select_(valid, (tiles - 1 - number) * span, Int32(0)), valid
+    return cutlass.select_(valid, (tiles - 1 - number) * tile_rows, Int32(0)), valid

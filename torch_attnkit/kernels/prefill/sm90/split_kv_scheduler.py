@@ -13,14 +13,14 @@ from torch_attnkit.cuda.stream_k import Partition
 from torch_attnkit.cuda.warp_scan import most, total, up_to_lane
 
 from ..key_blocks import Sequence
-from .combine import Slots, WorkspaceCombine, combine, publish
+from .combine import SplitSlots, WorkspaceCombine, combine, publish
 from .config import Config, GroupScalars, Layouts, RowOutputs, SplitWorkspace
 from .epilogue import store
 from .load_tma import KVLoads, SharedMemory
 from .mainloop import Consumer
 from .mask import MaskRules
 from .seqlen import Sequences, WorkTile, quotient, row_tile
-from .tile_scheduler import TILE_INFO, Collective, GroupScheduler, TileInfo, TileInfoRing, sync_cluster
+from .tile_scheduler import TILE_INFO, Arguments, Collective, GroupScheduler, TileInfo, TileInfoRing, sync_cluster
 
 _LANES = 32
 _LEAST = 2  # blocks of a run, if there are more: a split of one is written and read again for what it took to compute
@@ -52,16 +52,15 @@ class SingleTile(GroupScheduler):
         return self.of.loader.shared_memory(memory, warp, layouts)
 
     def first(self, ins: Any, scalars: GroupScalars) -> tuple[Any, Any]:
-        tile, place, valid = self.of.sequences.cluster_tile(ins, scalars)
-        return (tile, place), valid
+        tile, kv_index, valid = self.of.sequences.cluster_tile(ins, scalars)
+        return (tile, kv_index), valid
 
     @cute.jit
-    def produce(
-        self, loads: KVLoads, ins: Any, scalars: GroupScalars, work: None, smem: SharedMemory, warp: Int32, first: Any
-    ):  # fmt: skip
-        tile, place = first
+    def produce(self, args: Arguments, loads: KVLoads, smem: SharedMemory, warp: Int32, first: tuple):
+        tile, kv_index = first
+        ins, _, scalars, _ = args
         if warp < self.c.loader_warps:
-            self.of.loader.produce(loads, ins, tile, place, smem, Int32(0))
+            self.of.loader.produce(loads, ins, tile, kv_index, smem, Int32(0))
         elif const_expr(self.c.transpose_warps):
             self.of.loader.transpose.run(scalars, tile, smem, Int32(0))
         self._idle_through_combine(scalars)
@@ -75,13 +74,11 @@ class SingleTile(GroupScheduler):
                 sync_cluster()
 
     @cute.jit
-    def consume(
-        self, ins: Any, outs: RowOutputs, scalars: GroupScalars, smem: SharedMemory, qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma, first: Any,
-    ):  # fmt: skip
-        tile, place = first
-        rows, results = self.of.sequences.rows(ins, outs, tile, place)
-        w = self.of.consumer(scalars, smem, qk_mma, pv_mma)
+    def consume(self, args: Arguments, smem: SharedMemory, mmas: tuple, first: tuple):
+        tile, kv_index = first
+        ins, outs, scalars, _ = args
+        rows, results = self.of.sequences.rows(ins, outs, tile, kv_index)
+        w = self.of.consumer(scalars, smem, mmas)
         self.mainloop.begin_ping_pong(w)
         here, sums = self.of.attend(w, rows, scalars, tile, smem, Int32(0))
         self._finish_tile(here, sums, rows, results, scalars, tile, smem)
@@ -138,29 +135,27 @@ class StreamK(GroupScheduler):
         return smem
 
     @cute.jit
-    def produce(
-        self, loads: KVLoads, ins: Any, scalars: GroupScalars, work: SplitWorkspace, smem: SharedMemory, warp: Int32,
-        first: Any,
-    ):  # fmt: skip
+    def produce(self, args: Arguments, loads: KVLoads, smem: SharedMemory, warp: Int32, first: None):
         loaders, transposing = const_expr(self.c.loader_warps), const_expr(self.c.transpose_warps)
         if warp < loaders:
-            self.load(loads, ins, scalars, work.start, smem, warp)
+            self.load(args, loads, smem, warp)
         elif const_expr(transposing):
             if warp < loaders + transposing:
-                self.transpose(ins, scalars, smem)
+                self.transpose(args.ins, args.scalars, smem)
 
     @cute.jit
-    def load(self, loads: KVLoads, ins: Any, scalars: GroupScalars, start: Int32, smem: SharedMemory, warp: Int32):
+    def load(self, args: Arguments, loads: KVLoads, smem: SharedMemory, warp: Int32):
         """Every warp that loads goes through this CTA's run; the first tells the others."""
-        run = self.partition.find(ins, scalars, start)
+        ins, _, scalars, work = args
+        run = self.partition.find(ins, scalars, work.start)
         at, sequence, before, fills, n = run.at, run.sequence, run.before, Int32(0), Int32(0)
         while at < run.stop:
             info, at, before = self.partition.part(ins, scalars, run, at, sequence, before)
-            sequence = info.place
+            sequence = info.kv_index
             if info.ctas > 0:
                 if warp == 0:
                     self.tiles.write(n, info.values())
-                self.of.loader.produce(loads, ins, info.tile, info.place, smem, fills)
+                self.of.loader.produce(loads, ins, info.tile, info.kv_index, smem, fills)
                 fills += info.tile.stop - info.tile.first
                 n += 1
         if warp == 0:
@@ -169,34 +164,27 @@ class StreamK(GroupScheduler):
     @cute.jit
     def transpose(self, ins: Any, scalars: GroupScalars, smem: SharedMemory):
         """Every warp that transposes V."""
-        fills, n = Int32(0), Int32(0)
-        while self.tiles.wait(n) >= 0:
-            info = self._read(ins, n)
-            self.tiles.release(n)
-            self.of.loader.transpose.run(scalars, info.tile, smem, fills)
-            fills += info.tile.stop - info.tile.first
-            n += 1
+        run = self.of.loader.transpose.run
+        self.each_tile(ins, lambda info, n, fills: run(scalars, info.tile, smem, fills))
 
     @cute.jit
-    def consume(
-        self, ins: Any, outs: Any, scalars: GroupScalars, smem: SharedMemory, qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma, first: Any,
-    ):  # fmt: skip
+    def consume(self, args: Arguments, smem: SharedMemory, mmas: tuple, first: None):
+        ins, outs, scalars, _ = args
         c, cta, sequences = self.c, cute.arch.block_idx()[0], self.of.sequences
-        w = self.of.consumer(scalars, smem, qk_mma, pv_mma)
+        w = self.of.consumer(scalars, smem, mmas)
         self.mainloop.begin_ping_pong(w)
         fills, n = Int32(0), Int32(0)
         while self.tiles.wait(n) >= 0:
             info = self._read(ins, n)
-            rows, _ = sequences.rows(ins, outs, info.tile, info.place)
+            rows, _ = sequences.rows(ins, outs, info.tile, info.kv_index)
             here, sums = self.of.attend(w, rows, scalars, info.tile, smem, fills)
             info = self._read(ins, n)  # again: registers are scarce between
-            rows, results = sequences.rows(ins, outs, info.tile, info.place)
+            rows, results = sequences.rows(ins, outs, info.tile, info.kv_index)
             if info.ctas == 1:
                 store(c, here, rows, results, info.tile, sums)
             else:
                 # Of a CTA's two slots the first is its first tile's; of those behind it only the last can be a split.
-                slots = Slots(info.first * 2 + info.early, info.first * 2 + 2, info.ctas, cta - info.first)
+                slots = SplitSlots(info.first * 2 + info.early, info.first * 2 + 2, info.ctas, cta - info.first)
                 if self.combine.is_last(here, info.tile, slots, info.first, sums):
                     maxima, sums = self.combine.add(here, info.tile, slots, sums)
                     store(c, here, rows, results, info.tile, sums, maxima)
@@ -226,9 +214,9 @@ class StreamKPartition(Fixed):
     def __init__(self, config: Config, sequences: Sequences):
         self.c, self.sequences = config, sequences
 
-    def _tile(self, ins: Any, scalars: Any, seq: Sequence, place: tuple, number: Int32) -> WorkTile:
+    def _tile(self, ins: Any, scalars: Any, seq: Sequence, at: tuple, number: Int32) -> WorkTile:
         c, group = self.c, self.sequences.group(ins)
-        return row_tile(c, seq, place, group, number * c.tile_m, c.tile_m, MaskRules.of(scalars))
+        return row_tile(c, seq, at, group, number * c.tile_m, c.tile_m, MaskRules.of(scalars))
 
     def _units(self, ins: Any, scalars: Any, seq: Sequence, number: Int32, extra: Int32 | int) -> Int32:
         zero = Int32(0)

@@ -15,7 +15,7 @@ All but the first have tiles whose rows are a KV head's query heads times querie
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ from torch_attnkit.cuda.ring import Fixed, Ring, rings
 from torch_attnkit.cuda.sm90 import softmax
 
 from ..key_blocks import KeyBlocks, Sequence, TileScheduler, dense, key_blocks_of, packed, tile_of_round
-from ..types import Inputs, Outputs, Scalars
+from ..types import Inputs, Scalars
 from .config import WARPGROUP, Config, GroupScalars, Layouts, OutputRows, StaticTile, TileCounter
 from .epilogue import Epilogue, V, descale, row_sums, store, with_descales
 from .load_tma import KVLoads, QLoads, RowBoxes, SharedMemory, TileCopies, TmaLoader, elements, select
@@ -43,30 +43,30 @@ _QUERIES, _SCHEDULER = 2, 3  # its warps behind those that load keys
 _STATIC_INFO = len(StaticTile._fields) - 1 + len(Sequence._fields)
 
 
-class Scheduler(Protocol):
-    """``first`` is what a CTA finds before its barriers stand."""
+class Arguments(NamedTuple):
+    """What a kernel is given, beside copies and products."""
 
-    mainloop: Mainloop
-    registers: tuple[int, int]  # per thread of the producer's and the consumers' warpgroups
+    ins: Any
+    outs: Any
+    scalars: Any
+    work: Any  # the scheduler's
 
-    # On the host.
-    def launch_shape(self, scalars: Any) -> dict[str, Any]: ...
-    def layouts(self) -> Layouts: ...
-    def launch(self, ins: Any, scalars: Any, workspace: Any, layouts: Layouts) -> tuple[Any, Any, tuple, Int32]: ...
 
-    # What the kernel is given: copies, the scheduler's ``work``, both products; and how many CTAs there are.
+class Scheduler:
+    """``launch_shape``, ``layouts`` and ``launch`` are the host's: what the kernel is given (copies, the scheduler's
+    ``work``, both products), and how many CTAs there are. ``first`` is what a CTA finds before its barriers stand,
+    ``produce`` the producer warpgroup's, ``consume`` the consumers'."""
 
-    # In a CTA.
-    def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts, work: Any) -> SharedMemory: ...
-    def prefetch(self, loads: Any) -> None: ...
-    def first(self, ins: Any, scalars: Any) -> tuple[Any, Any]: ...  # and whether there is any
-    def produce(
-        self, loads: Any, ins: Any, scalars: Any, work: Any, smem: SharedMemory, warp: Int32, first: Any
-    ) -> None: ...
-    def consume(
-        self, ins: Any, outs: Any, scalars: Any, smem: SharedMemory, qk_mma: Any, pv_mma: Any, first: Any
-    ) -> None: ...
-    def finish(self) -> None: ...
+    def __init__(self, config: Config, mainloop: Mainloop, registers: tuple[int, int]):
+        self.c, self.mainloop = config, mainloop
+        self.registers = registers  # per thread of the producer's and the consumers' warpgroups
+
+    def first(self, ins: Any, scalars: Any) -> tuple[Any, Any]:
+        """And whether there is any."""
+        return None, True
+
+    def finish(self) -> None:
+        """Nothing is left to wait for."""
 
 
 class TileInfoRing(Fixed):
@@ -101,7 +101,7 @@ class TileInfo(NamedTuple):
     """Work tile info: a work tile, or of stream-K a split of it."""
 
     tile: WorkTile
-    place: Int32  # by which its keys are found (``seqlen.Sequences``)
+    kv_index: Int32  # by which its keys are found (``seqlen.Sequences``)
     number: Int32  # of the tile in its sequence
     ctas: Int32  # that have a part of the tile; 1: all of it is here, 0: this is none
     first: Int32  # of them
@@ -132,7 +132,7 @@ class StaticLoads(NamedTuple):
     kv: KVLoads
 
 
-class StaticPersistent:
+class StaticPersistent(Scheduler):
     """Persistent CTAs, or pairs on two heads that share their keys: each has one tile of each round.
 
     Rings of Q with its tile's info, of K and of V: 1 arrival fills a stage, by the producer warp; 4 for each consumer
@@ -141,10 +141,10 @@ class StaticPersistent:
     """
 
     def __init__(self, config: Config, mainloop: Mainloop, epilogue: Epilogue):
-        c = self.c = config
-        self.mainloop, self.epilogue = mainloop, epilogue
         # The producer of packed pairs spills with the 24 registers that it has beside consumers of 240.
-        self.registers = (40, 232) if c.hdim512 else {1: (56, 256), 2: (24, 240), 3: (32, 160)}[c.consumers]
+        registers = {1: (56, 256), 2: (24, 240), 3: (32, 160)}[config.consumers]
+        super().__init__(config, mainloop, (40, 232) if config.hdim512 else registers)
+        self.epilogue = epilogue
 
     def launch_shape(self, scalars: Scalars) -> dict[str, Any]:
         block = [WARPGROUP * (1 + self.c.consumers), 1, 1]
@@ -197,21 +197,15 @@ class StaticPersistent:
         cpasync.prefetch_descriptor(loads.q.atom)
         loads.kv.prefetch()
 
-    def first(self, ins: Inputs, scalars: Scalars) -> tuple[None, bool]:
-        return None, True
-
     @cute.jit
-    def produce(
-        self, loads: StaticLoads, ins: Inputs, scalars: Scalars, work: TileScheduler, smem: SharedMemory, warp: Int32,
-        first: Any,
-    ):  # fmt: skip
+    def produce(self, args: Arguments, loads: StaticLoads, smem: SharedMemory, warp: Int32, first: None):
         if warp == 0:
-            self.load(loads, ins, scalars, work, smem)
+            self.load(args, loads, smem)
 
     @cute.jit
-    def load(self, loads: StaticLoads, ins: Inputs, scalars: Scalars, work: TileScheduler, smem: SharedMemory):
+    def load(self, args: Arguments, loads: StaticLoads, smem: SharedMemory):
         """One warp: of every tile a block of K, its info and Q, then the other blocks, V one behind K."""
-        c = self.c
+        c, (ins, _, scalars, work) = self.c, args
         stages, sInfo, kv = smem.stages, self.sInfo, loads.kv
         ring_q, ring_k, ring_v = stages.ring_q, stages.ring_k, stages.ring_v
         rank = cute.arch.block_idx()[0] % c.ctas
@@ -273,15 +267,12 @@ class StaticPersistent:
         return cute.domain_offset((k0, 0), v_head)
 
     @cute.jit
-    def consume(
-        self, ins: Inputs, outs: Outputs, scalars: Scalars, smem: SharedMemory, qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma, first: Any,
-    ):  # fmt: skip
+    def consume(self, args: Arguments, smem: SharedMemory, mmas: tuple, first: None):
         """One warpgroup: both products, softmax and store of 64 rows of every tile."""
-        c = self.c
+        c, (ins, outs, scalars, _) = self.c, args
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         ring_q, sInfo = smem.stages.ring_q, self.sInfo
-        w = self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
+        w = self.mainloop.consumer(thread, smem.stages, *mmas, scalars)
         self.mainloop.begin_ping_pong(w)
         fill, n = Int32(0), Int32(0)
         ring_q.wait(fill)
@@ -336,9 +327,9 @@ class Collective:
     def __init__(self, config: Config, mainloop: Mainloop, sequences: Sequences, loader: TmaLoader):
         self.c, self.mainloop, self.sequences, self.loader = config, mainloop, sequences, loader
 
-    def consumer(self, scalars: GroupScalars, smem: SharedMemory, qk_mma, pv_mma) -> Consumer:
+    def consumer(self, scalars: GroupScalars, smem: SharedMemory, mmas: tuple) -> Consumer:
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        return self.mainloop.consumer(thread, smem.stages, qk_mma, pv_mma, scalars)
+        return self.mainloop.consumer(thread, smem.stages, *mmas, scalars)
 
     def attend(
         self, w: Consumer, rows: Any, scalars: GroupScalars, tile: WorkTile, smem: SharedMemory, fills: Int32
@@ -421,12 +412,12 @@ _REGISTERS = {
 }
 
 
-class GroupScheduler:
+class GroupScheduler(Scheduler):
     """What the schedulers of tiles that a KV head's query heads share have alike."""
 
     def __init__(self, config: Config, collective: Collective, role: str):
-        self.c, self.of, self.mainloop = config, collective, collective.mainloop
-        self.layouts, self.registers = collective.loader.layouts, _REGISTERS[role][config.consumers, config.per_sm]
+        super().__init__(config, collective.mainloop, _REGISTERS[role][config.consumers, config.per_sm])
+        self.of, self.layouts = collective, collective.loader.layouts
 
     def launch_shape(self, scalars: GroupScalars) -> dict[str, Any]:
         block = [WARPGROUP + self.c.threads, 1, 1]
@@ -436,17 +427,19 @@ class GroupScheduler:
         mmas, ctas = self.mainloop.mmas(), self.grid(ins, scalars, workspace)
         return self.of.loader.loads(ins, layouts), workspace, mmas, ctas
 
-    def grid(self, ins: Any, scalars: GroupScalars, work: Any) -> Int32:
-        raise NotImplementedError
-
     def prefetch(self, loads: Any) -> None:
         self.of.loader.prefetch(loads)
 
-    def first(self, ins: Any, scalars: GroupScalars) -> tuple[Any, Any]:
-        return None, True
-
-    def finish(self) -> None:
-        """Nothing is left to wait for."""
+    @cute.jit
+    def each_tile(self, ins: Any, run: cutlass.Constexpr):
+        """``run(info, n, fills)`` for each tile that is told, of which one lane says that it is read."""
+        fills, n = Int32(0), Int32(0)
+        while self.tiles.wait(n) >= 0:
+            info = self._read(ins, n)
+            self.tiles.release(n)
+            run(info, n, fills)
+            fills += info.tile.stop - info.tile.first
+            n += 1
 
 
 class DynamicLoads(NamedTuple):
@@ -472,7 +465,7 @@ class DynamicPersistent(GroupScheduler):
         assert config.loader_warps <= _QUERIES, config
 
     def launch(self, ins: Any, scalars: GroupScalars, workspace: TileCounter, layouts: Layouts) -> tuple:
-        ctas, mmas = cutlass.min(workspace.ctas, self.of.sequences.slots(ins)), self.mainloop.mmas()
+        ctas, mmas = cutlass.min(workspace.ctas, self.of.sequences.max_tiles(ins)), self.mainloop.mmas()
         queries = self.boxes.source(ins.q)
         return DynamicLoads(self.of.loader.loads(ins, layouts), self.boxes.loads(*queries)), workspace, mmas, ctas
 
@@ -496,29 +489,27 @@ class DynamicPersistent(GroupScheduler):
         cpasync.prefetch_descriptor(loads.q.atom)
 
     @cute.jit
-    def produce(
-        self, loads: DynamicLoads, ins: Any, scalars: GroupScalars, work: TileCounter, smem: SharedMemory, warp: Int32,
-        first: Any,
-    ):  # fmt: skip
+    def produce(self, args: Arguments, loads: DynamicLoads, smem: SharedMemory, warp: Int32, first: None):
         if warp < self.c.loader_warps:
-            self.load_keys(loads, ins, smem)
+            self.load_keys(args.ins, loads, smem)
         elif warp == _QUERIES:
             self.load_queries(loads, smem)
         elif warp == _SCHEDULER:
-            self.schedule(ins, scalars, work)
+            self.schedule(args)
 
     @cute.jit
-    def schedule(self, ins: Any, scalars: GroupScalars, work: TileCounter):
+    def schedule(self, args: Arguments):
         """One warp: a work tile when there is room for its info, -1 behind the last."""
+        ins, _, scalars, work = args
         counter, ctas = work.count.iterator.toint(), cute.arch.grid_dim()[0]
-        slots = self.of.sequences.slots(ins)  # of tiles, times KV heads; some may be empty
+        slots = self.of.sequences.max_tiles(ins)  # of tiles, times KV heads; some may be empty
         rules = MaskRules.of(scalars)
         n, index = Int32(0), cute.arch.block_idx()[0]
         while index < slots:
-            tile, place, valid = self.of.sequences.slot_tile(ins, rules, work.section, index)
+            tile, kv_index, valid = self.of.sequences.nth_tile(ins, rules, work.section, index)
             if valid:
-                rows = cutlass.min(tile.rows, self.c.span)
-                info = TileInfo(tile._replace(rows=rows), place, Int32(0), Int32(1), Int32(0), Int32(0))
+                rows = cutlass.min(tile.rows, self.c.tile_rows)
+                info = TileInfo(tile._replace(rows=rows), kv_index, Int32(0), Int32(1), Int32(0), Int32(0))
                 self.tiles.write(n, info.values())
                 if (tile.stop > _SHORT) & (n > 0):
                     # Wait until the one before is begun: other CTAs may be free before this one.
@@ -538,22 +529,17 @@ class DynamicPersistent(GroupScheduler):
         return ctas + cute.arch.shuffle_sync(taken, 0)
 
     @cute.jit
-    def load_keys(self, loads: DynamicLoads, ins: Any, smem: SharedMemory):
+    def load_keys(self, ins: Any, loads: DynamicLoads, smem: SharedMemory):
         """Every warp that loads keys."""
-        n, fills = Int32(0), Int32(0)
-        while self.tiles.wait(n) >= 0:
-            info = self._read(n)
-            self.tiles.release(n)
-            self.of.loader.produce(loads.kv, ins, info.tile, info.place, smem, fills)
-            fills += info.tile.stop - info.tile.first
-            n += 1
+        produce = self.of.loader.produce
+        self.each_tile(ins, lambda info, n, fills: produce(loads.kv, ins, info.tile, info.kv_index, smem, fills))
 
     @cute.jit
     def load_queries(self, loads: DynamicLoads, smem: SharedMemory):
         """One warp: the rows of each work tile. Behind a sequence's last are others', which nobody stores."""
         n, sBoxes = Int32(0), self.boxes.stages(smem.stages.sQ)
         while self.tiles.wait(n) >= 0:
-            tile = self._read(n).tile
+            tile = self._read(None, n).tile
             self.tiles.release(n)
             full = self.boxes.acquire(smem.stages.ring_q, n)
             rows = self.of.sequences.queries_from(loads.q.q, tile)
@@ -561,25 +547,23 @@ class DynamicPersistent(GroupScheduler):
             n += 1
 
     @cute.jit
-    def consume(
-        self, ins: Any, outs: Any, scalars: GroupScalars, smem: SharedMemory, qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma, first: Any,
-    ):  # fmt: skip
+    def consume(self, args: Arguments, smem: SharedMemory, mmas: tuple, first: None):
         """One warpgroup: 64 rows of one work tile after another."""
-        w = self.of.consumer(scalars, smem, qk_mma, pv_mma)
+        ins, outs, scalars, _ = args
+        w = self.of.consumer(scalars, smem, mmas)
         self.mainloop.begin_ping_pong(w)
         n, fills = Int32(0), Int32(0)
         while self.tiles.wait(n) >= 0:
-            tile = self._read(n).tile
+            tile = self._read(ins, n).tile
             smem.stages.ring_q.wait(n)
             sums = self.of.attend_loaded(w, scalars, tile, n, fills)
-            info = self._read(n)  # again: registers are scarce between
+            info = self._read(ins, n)  # again: registers are scarce between
             tile = info.tile
-            rows, results = self.of.sequences.rows(ins, outs, tile, info.place)
+            rows, results = self.of.sequences.rows(ins, outs, tile, info.kv_index)
             store(self.c, w, rows, results, tile, sums)
             fills += tile.stop - tile.first
             self.tiles.release(n)
             n += 1
 
-    def _read(self, n: Int32) -> TileInfo:
+    def _read(self, ins: Any, n: Int32) -> TileInfo:
         return TileInfo.of(self.tiles.read(n), fixed_group(self.c))

@@ -1,6 +1,6 @@
 """V of E4M3 transposed, (Dv, N) with a column's keys together: ahead of the kernel, or in its producer.
 
-Products of bytes read both operands along the axis that they add up. Of every 32 keys four places hold two pairs of
+Products of bytes read both operands along the axis that they add up. Of every 32 keys four positions hold two pairs of
 neighbours, 8 apart: the four probabilities that a lane of P has (``mainloop_fp8.py``). Keys at which no query looks
 become zeros here, since 0 * nan is nan.
 """
@@ -58,7 +58,7 @@ class TransposeV(Fixed):
 
         TMA -> (N, Dv) bytes -> 3 warps: words of 4 keys each, bytes exchanged, words of 4 columns each -> (Dv, N)
 
-    Keys lie in the order of P's registers, so that the 4 words of a column's 16 places are 16 keys that follow one
+    Keys lie in the order of P's registers, so that the 4 words of a column's 16 positions are 16 keys that follow one
     another: a lane has 16 keys by 4 columns at a time, and writes 16 bytes of each column. Bank conflicts: lanes store
     rotated columns, and where a row is shorter than all banks, odd chunks of 16 keys swap the keys of a pair. Both
     rotations are in the selectors of the exchange and cost nothing; Dv 64, 128 and 256 have no conflict.
@@ -128,17 +128,17 @@ class TransposeV(Fixed):
             pairs ^= swap * 0x44444444
             columns = [cute.make_rmem_tensor(_KEYS, c.dtype) for _ in range(_COLUMNS)]
             of_words = [cute.recast_tensor(column, Int32) for column in columns]
-            for place in cutlass.range_constexpr(_KEYS // _WORD):
+            for quartet in cutlass.range_constexpr(_KEYS // _WORD):
                 found = []
                 for key in (0, 8):
                     for neighbour in (swap, swap ^ 1):
-                        at = _KEYS * chunk + 2 * place + key + neighbour
+                        at = _KEYS * chunk + 2 * quartet + key + neighbour
                         word = words[at, quad]
                         if const_expr(unseen is not None):
                             word = cutlass.select_(unseen.hold(first + at), Int32(0), word)
                         found.append(word)
                 for j, word in enumerate(_transposed(found, (pairs, pairs >> 16))):
-                    of_words[j][place] = word
+                    of_words[j][quartet] = word
             for j in cutlass.range_constexpr(_COLUMNS):
                 row = sVt[quad * _COLUMNS + (rotation + j) % _COLUMNS, None]
                 cute.autovec_copy(columns[j], cute.local_tile(row, (_KEYS,), (chunk,)))
@@ -175,12 +175,12 @@ class TransposePass(Fixed):
         sWords = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout((pitch, c.dim_v)), 16)
         quads = const_expr(c.dim_v // 4)
         for i in cutlass.range(thread, quads * (c.tile_n // 4), _THREADS, unroll=4):
-            column, place = i % quads, i // quads  # four columns, four places of neighbouring keys
-            # Places 4 to 7 are the other half of a lane's keys of 32, see ``mainloop_fp8.py``.
-            near = place // 8 * 32 + place // 4 % 2 * 16 + place % 4 * 2
+            column, quartet = i % quads, i // quads  # four columns, four positions of neighbouring keys
+            # Positions 4 to 7 are the other half of a lane's keys of 32, see ``mainloop_fp8.py``.
+            near = quartet // 8 * 32 + quartet // 4 % 2 * 16 + quartet % 4 * 2
             words = [self._word(ins, unseen, (batch, head, column), k0, first + near + key) for key in (0, 1, 8, 9)]
             for j, word in enumerate(_transposed(words)):
-                sWords[place, 4 * column + j] = word
+                sWords[quartet, 4 * column + j] = word
         cute.arch.sync_threads()
         chunks = const_expr(c.tile_n // 16)
         for i in cutlass.range(thread, c.dim_v * chunks, _THREADS, unroll=4):
