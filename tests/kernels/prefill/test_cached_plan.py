@@ -7,7 +7,7 @@ import torch
 
 from torch_attnkit.kernels.prefill.problem import Layout, Problem
 from torch_attnkit.kernels.prefill.sm90 import plan as plans
-from torch_attnkit.kernels.prefill.sm90.plan import Plan, at_once
+from torch_attnkit.kernels.prefill.sm90.plan import Plan, resident_clusters
 from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, TILES, heads
 from torch_attnkit.kernels.scores import Scores
 
@@ -38,9 +38,9 @@ def test_tiles_that_fill_the_machine_are_paired():
 
 def test_clusters_stay_inside_a_gpc():
     """An H200 ran 32 clusters of 3 at once, but not 32 of 4, and 16 of 6, but not 16 of 7 or 8."""
-    assert at_once(3, H200, 1) >= 32 > at_once(4, H200, 1)
-    assert at_once(6, H200, 1) >= 16 > at_once(7, H200, 1) >= at_once(8, H200, 1)
-    assert at_once(2, H200, 1) == 66
+    assert resident_clusters(3, H200, 1) >= 32 > resident_clusters(4, H200, 1)
+    assert resident_clusters(6, H200, 1) >= 16 > resident_clusters(7, H200, 1) >= resident_clusters(8, H200, 1)
+    assert resident_clusters(2, H200, 1) == 66
 
 
 @pytest.mark.parametrize("keys", [1, 17, 700, 8192, 1 << 20])
