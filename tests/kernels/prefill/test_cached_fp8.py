@@ -1,4 +1,4 @@
-"""Blocks of few queries over a cache of E4M3 on Hopper: whose calls they are, that they fit, and V turned around."""
+"""Blocks of few queries over a cache of E4M3 on Hopper: whose calls they are, that they fit, and V transposed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_attnkit.parity.judge import judge
 
 E4M3 = torch.float8_e4m3fn
 H200 = 132  # multiprocessors
-TURNED = 2  # stages of V turned around
+TRANSPOSED = 2  # stages of V transposed
 NOWHERE = Layout((), ())
 SHARED, RESERVED = 228 << 10, 1 << 10  # bytes of a multiprocessor, and of them what every block costs
 op = torch.ops.attnkit.sdpa_multi
@@ -38,7 +38,7 @@ def test_shared_memory_holds_the_operands_and_the_partial_results():
     for dim, dim_v in heads(FP8):
         choice = TILES[FP8, dim, dim_v]
         for t in (choice.few_rows, choice.many_rows, choice.row_pairs):
-            held = t.tile_m * dim + t.tile_n * (t.stages * (dim + dim_v) + TURNED * dim_v)
+            held = t.tile_m * dim + t.tile_n * (t.stages * (dim + dim_v) + TRANSPOSED * dim_v)
             assert t.tile_m * (dim_v + 10) * 4 <= held, (dim, t)
             assert t.per_sm * (held + 1024 + RESERVED) <= SHARED, (dim, t)
 
@@ -80,8 +80,8 @@ def test_both_kernels_are_right(causal, monkeypatch):
     for dense in (False, True):
         monkeypatch.setattr(plan, "packs_heads", lambda p, sms, dense=dense: not dense)
         # Of another length, since what was built for a signature is kept.
-        room = [torch.nn.functional.pad(t.view(torch.uint8), (0, 0, 0, dense)).view(E4M3) for t in (k, v)]
-        args = (q, *room, lengths(5, 150))
+        padded = [torch.nn.functional.pad(t.view(torch.uint8), (0, 0, 0, dense)).view(E4M3) for t in (k, v)]
+        args = (q, *padded, lengths(5, 150))
         judge(f"dense {dense}", OPS["sdpa_multi"], "sm90", args, args, dict(causal=causal))
         with torch_attnkit.simulate("sm90"):
             out, lse = op(*args, causal=causal)

@@ -215,8 +215,8 @@ class TestSimulated:
         with ptx.settings(check=True, seed=1, waive=("write_after_write",)):
             for seed in range(3):
                 gen = torch.Generator().manual_seed(seed)
-                for args, places in ((packed, (3, 4)), (dense, (4, 5))):
-                    for at in places:
+                for args, positions in ((packed, (3, 4)), (dense, (4, 5))):
+                    for at in positions:
                         values = wild[torch.randint(len(wild), args[at].shape, generator=gen)]
                         args[at] = torch.where(torch.rand(args[at].shape, generator=gen) < 0.5, values, args[at])
                 torch.ops.attnkit.flash_attention_varlen(*packed, causal=True, window=33)

@@ -19,5 +19,5 @@ def test_lse_does_not_drift(arch):
     ref, ref64 = (torch.ops.attnkit.flash_attention(*(t.to(d) for t in (q, k, v))) for d in (q.dtype, torch.float64))
     with torch_attnkit.simulate(arch):
         got = torch.ops.attnkit.flash_attention(q, k, v)
-    for name, mine, low, high in zip(("out", "lse"), got, ref, ref64, strict=False):
-        check(f"flash_attention {name}", mine, low, high)
+    for name, result, low, high in zip(("out", "lse"), got, ref, ref64, strict=False):
+        check(f"flash_attention {name}", result, low, high)

@@ -1,4 +1,4 @@
-"""Many queries of E4M3 over keys and values of E4M3 on Metal: codes become their numbers; what crosses the bus."""
+"""Many queries of E4M3 over keys and values of E4M3 on Metal: E4M3 is converted to its values; what crosses the bus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_attnkit.sim import metal
 pytestmark = pytest.mark.simulator
 E4M3 = torch.float8_e4m3fn
 ALL = torch.arange(256, dtype=torch.uint8)
-NUMBERS = torch.where(ALL & 0x7F == 0x7F, 0, ALL)  # NaN left out, which all sums would be
+VALUES = torch.where(ALL & 0x7F == 0x7F, 0, ALL)  # NaN left out, which all sums would be
 OPS = ("flash_attention", "flash_attention_varlen", "sdpa_multi")
 
 
@@ -48,7 +48,7 @@ def test_every_code_of_v_is_its_number(op: str, heads: int, columns: int, offset
 @pytest.mark.parametrize("op", OPS)
 def test_every_code_of_q_and_k_is_its_number(op: str, repeats: int, offset: int):
     """32 of them in each sequence: of a single key, whose score is its LSE, then of as many heads."""
-    codes, v = NUMBERS.view(8, 1, 1, 32), normal(2, 8, 1, 1, 16, dtype=E4M3)
+    codes, v = VALUES.view(8, 1, 1, 32), normal(2, 8, 1, 1, 16, dtype=E4M3)
     eye, ones = torch.eye(32)[None, None].expand(8, 1, 32, 32), torch.ones(8, 1, 1, 32)
     for q, k in ((eye.to(E4M3), codes.view(E4M3)), ((codes * eye.to(torch.uint8)).view(E4M3), ones.to(E4M3))):
         q = torch.cat([q] * repeats, 2)  # (8, 1, repeats * 32, 32)
@@ -72,7 +72,7 @@ def test_a_nan_of_q_or_k_is_one(op: str, code: int):
 @pytest.mark.parametrize("dims", [(64, 80), (128, 128), (256, 64)])
 @pytest.mark.parametrize("queries", [5, 150])
 @pytest.mark.parametrize("op", OPS)
-def test_codes_give_what_bf16_of_their_numbers_gives(op: str, queries: int, dims: tuple[int, int]):
+def test_fp8_gives_what_bf16_of_its_values_gives(op: str, queries: int, dims: tuple[int, int]):
     """To the bit: half and bf16 hold every number, factors of 256 round nothing, and probabilities stay in float."""
     shapes = ((queries, 4, dims[0]), (170, 2, dims[0]), (170, 2, dims[1]))
     codes = [normal(i, 2, *shape, dtype=E4M3) for i, shape in enumerate(shapes)]
@@ -88,8 +88,8 @@ def test_codes_give_what_bf16_of_their_numbers_gives(op: str, queries: int, dims
 @pytest.mark.parametrize("op", OPS)
 def test_scales_belong_to_a_sequence_and_a_head(op: str, queries: int, given: tuple[bool, ...]):
     """Each alone and together, of rows that lie apart; with row sums where an op has them."""
-    room = torch.exp2(normal(7, 3, 2, 5, dtype=torch.float32))
-    scales = [room[i, :, :2] if on else None for i, on in enumerate(given)]
+    all_scales = torch.exp2(normal(7, 3, 2, 5, dtype=torch.float32))
+    scales = [all_scales[i, :, :2] if on else None for i, on in enumerate(given)]
     shapes = ((queries, 4, 64), (90, 2, 64), (90, 2, 48))
     args = arguments(op, *(normal(i, 2, *shape, dtype=E4M3) for i, shape in enumerate(shapes)))
     absent = (None,) * {"flash_attention": 3, "flash_attention_varlen": 1, "sdpa_multi": 2}[op]  # sink, ...

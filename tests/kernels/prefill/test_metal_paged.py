@@ -53,8 +53,8 @@ def test_rows_that_no_vector_can_read(offset: int):
     """Pages whose rows are 65 elements apart, or begin one element in."""
     (q, k, v, *rest), _ = made(16, (9, 1), (70, 33))
     for at in (1, 2):
-        room = torch.full((k.shape[0], 16, 2, 64 + offset), torch.nan, dtype=torch.float16)
-        compare(NAME, (q, *(room[..., offset:].copy_(t) if n == at else t for n, t in ((1, k), (2, v))), *rest))
+        buffer = torch.full((k.shape[0], 16, 2, 64 + offset), torch.nan, dtype=torch.float16)
+        compare(NAME, (q, *(buffer[..., offset:].copy_(t) if n == at else t for n, t in ((1, k), (2, v))), *rest))
 
 
 @pytest.mark.sample(4)

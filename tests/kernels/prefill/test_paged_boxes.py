@@ -11,7 +11,7 @@ import torch
 import torch_attnkit
 from torch_attnkit.core import dispatch
 from torch_attnkit.kernels.prefill.problem import Layout
-from torch_attnkit.kernels.prefill.sm100 import paged_plan, plan
+from torch_attnkit.kernels.prefill.sm100 import plan
 from torch_attnkit.oracle.compare import check
 
 NAME = "flash_attention_paged"
@@ -20,9 +20,9 @@ NAME = "flash_attention_paged"
 @pytest.mark.parametrize("heads", plan.TILES)
 def test_boxes_divide_pages_and_blocks(heads):
     for page in (8, 16, 24, 48, 64, 104, 128, 256, 544):
-        box = paged_plan.box_of(page, heads)
-        assert page % box == 0 and plan.TILES[heads].tile_n % box == 0 and box % paged_plan.LEAST_BOX == 0
-    assert all(paged_plan.box_of(page, heads) == 0 for page in (1, 2, 4, 5, 12, 100, 129))
+        box = plan.box_of(page, heads)
+        assert page % box == 0 and plan.TILES[heads].tile_n % box == 0 and box % plan.LEAST_BOX == 0
+    assert all(plan.box_of(page, heads) == 0 for page in (1, 2, 4, 5, 12, 100, 129))
 
 
 LAYOUTS = {
@@ -37,7 +37,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(("shape", "strides", "want"), LAYOUTS.values(), ids=LAYOUTS)
 def test_pages_as_rows_at_one_distance(shape, strides, want):
     """Every row of the pages is one of them, and the last of them is the last row of the pages."""
-    assert paged_plan.rows_of(Layout(shape, strides)) == want
+    assert plan.rows_of(Layout(shape, strides)) == want
     rows, step = want
     offsets = {
         sum(i * s for i, s in zip(at, strides, strict=False)) for at in itertools.product(*map(range, shape[:3]))
@@ -46,8 +46,8 @@ def test_pages_as_rows_at_one_distance(shape, strides, want):
 
 
 def test_more_rows_than_numbers():
-    assert paged_plan.rows_of(Layout((2**28, 1, 8, 64), (512, 8, 64, 1))) is None
-    assert paged_plan.rows_of(Layout((2**28, 1, 7, 64), (448, 8, 64, 1))) == (7 * 2**28, 64)
+    assert plan.rows_of(Layout((2**28, 1, 8, 64), (512, 8, 64, 1))) is None
+    assert plan.rows_of(Layout((2**28, 1, 7, 64), (448, 8, 64, 1))) == (7 * 2**28, 64)
 
 
 def _made(page: int, len_q: tuple[int, ...], kv_len: tuple[int, ...], heads: int = 8, dim: int = 64) -> list:
@@ -132,7 +132,7 @@ class TestSimulated:
             strides = (Ps * Hkv * (D + 8) + gap, Hkv * (D + 8), D + 8, 1)
             wide = torch.full((Np * strides[0],), torch.nan, dtype=args[i].dtype)
             args[i] = wide.as_strided((Np, Ps, Hkv, D), strides).copy_(args[i])
-            assert paged_plan.rows_of(Layout.of(args[i]))[1] < D
+            assert plan.rows_of(Layout.of(args[i]))[1] < D
         with ptx.settings(check=True, seed=1):
             _agrees(args)
 

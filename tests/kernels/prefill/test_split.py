@@ -16,11 +16,11 @@ B200 = 148  # multiprocessors
 
 
 def work(queries: int, batch: int, keys: int, group: int = 4, heads: int = 8, dim: int = 128) -> Work:
-    """Blocks of 128 keys; up to 128 rows are one tile, more are turns of two."""
+    """Blocks of 128 keys; up to 128 rows are one tile, more are rounds of two."""
     rows = queries * group
     tiles = 1 if rows <= 128 else 2
-    turns = -(-rows // (128 * tiles))
-    return Work(turns, tiles, batch * heads, -(-keys // 128), 128, dim, dim, batch * queries * group * heads)
+    rounds = -(-rows // (128 * tiles))
+    return Work(rounds, tiles, batch * heads, -(-keys // 128), 128, dim, dim, batch * queries * group * heads)
 
 
 def test_few_sequences_fill_the_machine():

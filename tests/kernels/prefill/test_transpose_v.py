@@ -34,9 +34,9 @@ def transpose():
             tile_n=N, window=window >= 0, sink_tokens=sinks > 0, **lengths,
         )  # fmt: skip
         out = torch.full(shape, 0x7F, dtype=torch.uint8)  # NaN
-        numbers = scalars(Scores(32, window=window, sink_tokens=sinks), 1, 132)
+        launch_scalars = scalars(Scores(32, window=window, sink_tokens=sinks), 1, 132)
         with torch_attnkit.simulate("sm90"):
-            launch((q, q.new_zeros(v.shape), v, None, low, high, None), out, numbers)
+            launch((q, q.new_zeros(v.shape), v, None, low, high, None), out, launch_scalars)
         return out
 
     return run
@@ -48,13 +48,13 @@ def ordered(columns: torch.Tensor) -> torch.Tensor:
     return of_32.transpose(-2, -3).flatten(-5)
 
 
-def numbers(*shape: int) -> torch.Tensor:
+def values_of(*shape: int) -> torch.Tensor:
     return torch.randint(1, 100, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def test_keys_of_a_batch_lie_in_order_and_end_with_zeros(transpose):
     S = 150
-    v, q = numbers(2, S, HEADS, DV), numbers(2, 3, HEADS, 32)
+    v, q = values_of(2, S, HEADS, DV), values_of(2, 3, HEADS, 32)
     start, end = torch.tensor([0, 70], dtype=torch.int32), torch.tensor([S, 75], dtype=torch.int32)
     got = transpose(q, v, start, end, (2, HEADS, DV, 3 * N))
     want = torch.zeros(2, HEADS, DV, 3 * N, dtype=torch.uint8)
@@ -67,7 +67,7 @@ def test_packed_sequences_begin_at_blocks(transpose):
     lengths = [5, 0, 130, 64]
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     tail = 3  # keys of nobody behind the last sequence
-    v, q = numbers(int(offsets[-1]) + tail, HEADS, DV), numbers(4, HEADS, 32)
+    v, q = values_of(int(offsets[-1]) + tail, HEADS, DV), values_of(4, HEADS, 32)
     blocks = len(v) // N + len(lengths) + 1
     got = transpose(q, v, torch.arange(5, dtype=torch.int32), offsets, (HEADS, DV, blocks * N))
     want = torch.zeros(HEADS, DV, blocks * N, dtype=torch.uint8)
@@ -80,7 +80,7 @@ def test_packed_sequences_begin_at_blocks(transpose):
 def test_keys_outside_of_all_windows_are_zeros(transpose):
     """Two queries at the end see 20 keys each, besides the first 3."""
     S = 100
-    v, q = numbers(1, S, HEADS, DV), numbers(1, 2, HEADS, 32)
+    v, q = values_of(1, S, HEADS, DV), values_of(1, 2, HEADS, 32)
     got = transpose(q, v, None, None, (1, HEADS, DV, 2 * N), window=20, sinks=3)
     want = torch.zeros(1, HEADS, DV, 2 * N, dtype=torch.uint8)
     for low, high in ((0, 3), (S - 21, S)):
@@ -103,5 +103,5 @@ def test_sums_are_those_of_tensor_cores():
     total = (scores - scores.amax(-1, keepdim=True)).exp().sum(-1) * 256
     for h in range(4):
         values = v[0, :, h // 2].float()
-        mine = sum(tensor_cores.products(weights[:, h, at], values[at].T) for at in (slice(0, 128), slice(128, 150)))
-        torch.testing.assert_close(out[0, :, h].float(), mine / total[:, h, None], rtol=2**-7, atol=2**-9)
+        result = sum(tensor_cores.products(weights[:, h, at], values[at].T) for at in (slice(0, 128), slice(128, 150)))
+        torch.testing.assert_close(out[0, :, h].float(), result / total[:, h, None], rtol=2**-7, atol=2**-9)

@@ -37,7 +37,7 @@ def accumulator(n: int) -> dict[tuple[int, int], int]:
 
 @pytest.mark.seconds(300)
 def test_outputs_lie_where_cute_puts_them():
-    from torch_attnkit.kernels.prefill.sm100.two_cta_types import HALF, LANES, element
+    from torch_attnkit.kernels.prefill.sm100.types import HALF, LANES, element
 
     addresses = accumulator(HALF)
     for at in range(2 * HALF // 2):  # columns of both products' outputs

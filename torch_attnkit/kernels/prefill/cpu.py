@@ -52,10 +52,10 @@ class Block(NamedTuple):
     end: torch.Tensor | None = None
 
 
-def _zeroed(t: torch.Tensor, unseen: torch.Tensor) -> torch.Tensor:
-    """A float32 copy of t (B, S, H, D) with 0 where unseen (B, S). Filling by row beats masked_fill about sevenfold."""
+def _zeroed(t: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """A float32 copy of t (B, S, H, D) with 0 where masked (B, S). Filling by row beats masked_fill about sevenfold."""
     out = t.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    out.flatten(0, 1).index_fill_(0, unseen.flatten().nonzero()[:, 0], 0.0)
+    out.flatten(0, 1).index_fill_(0, masked.flatten().nonzero()[:, 0], 0.0)
     return out
 
 
@@ -94,10 +94,10 @@ def in_blocks(kernel: Blocks | None, found: list[Block]) -> bool:
     for o in found:
         (B, T), S = o.q.shape[:2], o.k.shape[1]
         starts, ends = ([n] * B if t is None else t.tolist() for t, n in ((o.start, 0), (o.end, S)))
-        places = (addresses(t, B) for t in (o.q, o.k, o.v, o.out, o.lse, None))
+        locations = (addresses(t, B) for t in (o.q, o.k, o.v, o.out, o.lse, None))
         sequences += [
-            Sequence._make((*place, T, S, start, end))
-            for place, start, end in zip(zip(*places, strict=True), starts, ends, strict=True)
+            Sequence._make((*location, T, S, start, end))
+            for location, start, end in zip(zip(*locations, strict=True), starts, ends, strict=True)
         ]
     return kernel(sequences, found[0].sink if found else None)
 
@@ -129,9 +129,9 @@ def solve(rules: Rules, o: Block) -> None:
             nothing(o.out, o.lse)
             return
         cut = slice(int(hull[0]), int(hull[-1]) + 1)
-        k, v, keep, unseen = k[:, cut], v[:, cut], keep[..., cut], ~seen[:, cut].expand(B, -1)
-        if bool(unseen.any()):
-            k, v = _zeroed(k, unseen), _zeroed(v, unseen)
+        k, v, keep, masked = k[:, cut], v[:, cut], keep[..., cut], ~seen[:, cut].expand(B, -1)
+        if bool(masked.any()):
+            k, v = _zeroed(k, masked), _zeroed(v, masked)
         blind = ~keep.any(-1, keepdim=True)  # (B or 1, T or 1, 1)
         if bool(blind.any()):  # nobody looks at these queries, and nan among them would choose another way
             q = q.masked_fill(blind[..., None], 0.0)

@@ -37,7 +37,7 @@ class Sequence(NamedTuple):
     end: Int32
 
 
-class UnseenKeys(NamedTuple):
+class MaskedKeys(NamedTuple):
     """Keys before ``start``, from ``end`` on, and from ``left``, where sink tokens end, to ``right``, where the first
     window begins; None without windows."""
 
@@ -92,14 +92,14 @@ def packed(starts: tuple, rows: Int32, all_keys: Int32, slot: Int32, tile_m: cut
     return slot - (q0 // tile_m + b), b, k0, Sequence(q0, tokens, seen - tokens, Int32(0), seen)
 
 
-def unseen_keys(c, seq: Sequence, scalars) -> UnseenKeys:
+def masked_keys(c, seq: Sequence, scalars) -> MaskedKeys:
     """The keys of a sequence at which none of its queries looks, for a kernel's Config and Scalars."""
     if not c.window:
-        return UnseenKeys(seq.start, seq.end)
+        return MaskedKeys(seq.start, seq.end)
     left = seq.start + scalars.sink_tokens if c.sink_tokens else seq.start
     # A window of 0 holds nothing, wherever a query is.
     right = cutlass.select_(scalars.window == 0, seq.end, seq.shift - scalars.window + 1)
-    return UnseenKeys(seq.start, seq.end, left, right)
+    return MaskedKeys(seq.start, seq.end, left, right)
 
 
 def key_blocks_of(c, seq: Sequence, first: Int32, count: int, scalars) -> KeyBlocks:

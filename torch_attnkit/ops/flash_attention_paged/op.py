@@ -18,14 +18,13 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
-from torch_attnkit.kernels.prefill.sm100 import paged_plan
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, rules, shards
 
 # Rows that TMA gathers have numbers of 31 bits.
 _ROWS = {
-    f"Np * Ps * Hkv must be below 2^31 where Ps is no multiple of {paged_plan.LEAST_BOX}": lambda c: (
-        c.dim["Ps"] % paged_plan.LEAST_BOX == 0 or c.dim["Np"] * c.dim["Ps"] * c.dim["Hkv"] < 2**31
+    f"Np * Ps * Hkv must be below 2^31 where Ps is no multiple of {sm100.LEAST_BOX}": lambda c: (
+        c.dim["Ps"] % sm100.LEAST_BOX == 0 or c.dim["Np"] * c.dim["Ps"] * c.dim["Hkv"] < 2**31
     ),
 }
 # Other pages are rows that threads copy, which the kernel of E4M3 has no warps for.

@@ -66,11 +66,15 @@ def _split(problem: Problem, target: Target, signature: dict[str, Any], splits: 
     rows = splits * B * T * Hq
     space = Workspace(problem.device, rows * (Dv + 1), 0)
 
-    def run(ins: tuple[Any, ...], outs: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    def run(ins: tuple[Any, ...], outs: tuple[Any, ...], launch_scalars: tuple[Any, ...]) -> None:
         floats, _ = space.get()
         out, lse = floats[: rows * Dv], floats[rows * Dv : rows * (Dv + 1)]
         q, k, v, sink, *lengths = ins
-        attend((q, k, v, None, *lengths), (out.view(splits * B, T, Hq, Dv), lse.view(splits * B, T, Hq), None), numbers)
+        attend(
+            (q, k, v, None, *lengths),
+            (out.view(splits * B, T, Hq, Dv), lse.view(splits * B, T, Hq), None),
+            launch_scalars,
+        )
         merged = (outs[0].view(B * T, Hq, Dv), outs[1].view(B * T, Hq))
         combine(out.view(splits, B * T, Hq, Dv), lse.view(splits, B * T, Hq), sink, None, *merged)
 
@@ -78,7 +82,7 @@ def _split(problem: Problem, target: Target, signature: dict[str, Any], splits: 
 
 
 def trace_cached(arch: str, **signature: Any) -> compile.Traced:
-    """``cached_kernel.py``."""
-    from . import cached_kernel
+    """Queries at the end of a cache.."""
+    from . import kernel
 
-    return cached_kernel.trace_cached(arch, **signature)
+    return kernel.trace_cached(arch, **signature)

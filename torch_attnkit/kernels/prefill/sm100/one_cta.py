@@ -34,9 +34,9 @@ from .types import ROWS, Heads, Layouts, Loads, Mmas, OneCta, Rings, SharedMemor
 
 
 def parts(config: OneCta, scheduler: Scheduler) -> Parts:
-    rows = one_cta_rows.Rows(config)
-    correction = one_cta_rows.Correction(config, scheduler, Epilogue(config, rows))
-    return Parts(ring_table, Copies(config), Products(config), one_cta_rows.Block(config), rows, correction)
+    rows = one_cta_rows.OneCtaRows(config)
+    correction = one_cta_rows.OneCtaCorrection(config, scheduler, Epilogue(config, rows))
+    return Parts(ring_table, OneCtaLoad(config), OneCtaMma(config), one_cta_rows.OneCtaBlock(config), rows, correction)
 
 
 def ring_table(c: OneCta) -> tuple:
@@ -53,7 +53,7 @@ def ring_table(c: OneCta) -> tuple:
     )
 
 
-class Copies(Fixed):
+class OneCtaLoad(Fixed):
     """What the loading warp brings for a work tile."""
 
     def __init__(self, config: OneCta):
@@ -108,7 +108,7 @@ class Copies(Fixed):
 
 
 @dataclass
-class Fragments(Fixed):
+class OneCtaFragments(Fixed):
     """What the products read and write: descriptors of shared memory, and addresses in tensor memory."""
 
     tQ: cute.Tensor  # (mma, M, D, tiles)
@@ -119,13 +119,13 @@ class Fragments(Fixed):
     tP: list[cute.Tensor]  # of each buffer of scores (mma, M, N), in the operands' dtype
 
 
-class Products(Fixed):
+class OneCtaMma(Fixed):
     """What the issuing warp does for the tiles of a work tile."""
 
     def __init__(self, config: OneCta):
         self.c = config
 
-    def fragments(self, mmas: Mmas, layouts: Layouts, smem: SharedMemory) -> Fragments:
+    def fragments(self, mmas: Mmas, layouts: Layouts, smem: SharedMemory) -> OneCtaFragments:
         c = self.c
         qk, pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
         tQ, tK, tV = qk.make_fragment_A(smem.sQ), qk.make_fragment_B(smem.sK), pv.make_fragment_B(smem.sV)
@@ -136,10 +136,10 @@ class Products(Fixed):
         # A fragment starts at column 0 whatever its tensor does, and counts in elements of P.
         p = pv.make_fragment_A(cute.make_tensor(tmem.pointer(c.dtype, 0), layouts.p.outer))[None, None, None, 0]
         tP = [cute.make_tensor(p.iterator + column * 32 // c.dtype.width, p.layout) for column in c.scores]
-        return Fragments(tQ, tK, tV, tS, tO, tP)
+        return OneCtaFragments(tQ, tK, tV, tS, tO, tP)
 
     @cute.jit
-    def multiply_tile(self, mmas: Mmas, f: Fragments, rings: Rings, visit: KeyBlocks, fill: Int32, n: Int32):
+    def multiply_tile(self, mmas: Mmas, f: OneCtaFragments, rings: Rings, visit: KeyBlocks, fill: Int32, n: Int32):
         c = self.c
         tQ, tK, tV = f.tQ, f.tK, f.tV
         for t in cutlass.range_constexpr(c.tiles):

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, const_expr
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm100 import softmax, tmem
 
-from ..key_blocks import UnseenKeys
+from ..key_blocks import MaskedKeys
 from ..types import Inputs, Outputs, Scalars
 from .epilogue import Epilogue
 from .rows import arrive, lane, masked, rescale
@@ -26,7 +26,7 @@ from .types import (
 )
 
 
-class Rows(Fixed):
+class OneCtaRows(Fixed):
     """Thread i of a warpgroup has row i of its tile, which is lane i of tensor memory."""
 
     def __init__(self, config: OneCta):
@@ -50,7 +50,7 @@ class Rows(Fixed):
         return at
 
 
-class Block(Fixed):
+class OneCtaBlock(Fixed):
     def __init__(self, config: OneCta):
         self.c = config
 
@@ -99,7 +99,7 @@ class Block(Fixed):
             state[TRUE_MAX] = true_max
 
 
-class Correction(Fixed):
+class OneCtaCorrection(Fixed):
     """The role: keeps the outputs in step with what the rows subtract, and stores them."""
 
     def __init__(self, config: OneCta, scheduler: Scheduler, epilogue: Epilogue):
@@ -129,8 +129,8 @@ class Correction(Fixed):
                     if const_expr(c.padded and t == 0):
                         # Not before the waits above: they say that V's last fill of this stage is over and done with,
                         # without which a wait for the parity of this one would not mean this one.
-                        unseen = self.scheduler.unseen_keys(tile, scalars)
-                        self._clear_rows(rings.v, n + i, unseen, visit.block(i), smem.sV)
+                        masked_out = self.scheduler.masked_keys(tile, scalars)
+                        self._clear_rows(rings.v, n + i, masked_out, visit.block(i), smem.sV)
                     buffer, _ = score_buffer(c, t, n + i)
                     arrive(rings.scores.empty + buffer)
             n += visit.steps
@@ -147,15 +147,15 @@ class Correction(Fixed):
             tile = self.scheduler.read(rings.tile, sTile, fill)
 
     @cute.jit
-    def _clear_rows(self, ring: Ring, n: Int32, unseen: UnseenKeys, block: Int32, sV: cute.Tensor):
+    def _clear_rows(self, ring: Ring, n: Int32, masked_out: MaskedKeys, block: Int32, sV: cute.Tensor):
         """Write 0 over the rows of V's block at which nobody looks, before the tensor cores read them."""
         c = self.c
         low = block * c.tile_n
-        if unseen.overlap(low, low + c.tile_n):
+        if masked_out.overlap(low, low + c.tile_n):
             ring.wait(n)
             zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
             for key in cutlass.range(lane(), c.tile_n, ROWS, unroll=1):
-                if unseen.hold(low + key):
+                if masked_out.hold(low + key):
                     for d in cutlass.range(0, c.dim_v, unroll=8):
                         sV[(d, key % k_dim), 0, key // k_dim, ring.slot(n)] = zero
             cute.arch.fence_view_async_shared()

@@ -18,7 +18,7 @@ from torch_attnkit.cuda import compile, driver
 
 from ..launch import query_reader, reader, scalars
 from ..problem import Layout, PagedOperands, PagedProblem
-from . import paged_plan, plan
+from . import plan
 
 
 def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands], None]:
@@ -28,13 +28,13 @@ def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
         return lambda operands: None
     # One tile in flight where no sequence has rows for two.
     chosen = plan.signature(dataclasses.replace(p, queries=min(p.queries, p.longest)))
-    box = paged_plan.box_of(problem.page, (p.dim, p.dim_v))
+    box = plan.box_of(problem.page, (p.dim, p.dim_v))
     run = compile.launcher(
         target, p.device, trace_paged,
         **chosen | dict(pair=False, page=problem.page, box=box),
     )  # fmt: skip
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    numbers = scalars(p.scores, 1, driver.sm_count(p.device))
+    launch_scalars = scalars(p.scores, 1, driver.sm_count(p.device))
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
     def launch(o: PagedOperands) -> None:
@@ -45,17 +45,17 @@ def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
         k, v = read_k(o.k), read_v(o.v)
         rows = None if box else (_rows(k), _rows(v))
         ins = (read_q(o.q), k, v, o.sink, o.cu_q, (o.kv_len, o.table, rows), None)
-        run(ins, (o.out, o.lse, None), numbers)
+        run(ins, (o.out, o.lse, None), launch_scalars)
 
     return launch
 
 
 def _rows(cache: torch.Tensor) -> torch.Tensor:
     """Pages (Np, Ps, Hkv, D) as the rows that TMA gathers: a view."""
-    found = paged_plan.rows_of(Layout.of(cache))
+    found = plan.rows_of(Layout.of(cache))
     if found is None:  # without the gaps there are fewer
         cache = torch.empty(cache.shape, dtype=cache.dtype, device=cache.device).copy_(cache)
-        found = paged_plan.rows_of(Layout.of(cache))
+        found = plan.rows_of(Layout.of(cache))
     assert found is not None
     rows, step = found
     return cache.as_strided((rows, cache.shape[-1]), (step, 1))

@@ -11,9 +11,8 @@ from torch_attnkit.cuda.ring import Fixed
 
 from ..key_blocks import KeyBlocks
 from ..types import Inputs
-from .paged_keys import Boxes, Piece, Rows
-from .two_cta_types import CTAS, HALF, LANES, TwoCta
-from .types import ROWS, Config, Loads, Mmas, OneCta, SharedMemory, WorkTile
+from .paged_keys import Boxes, GatheredRows, Piece
+from .types import CTAS, HALF, LANES, ROWS, Config, Loads, Mmas, OneCta, SharedMemory, TwoCta, WorkTile
 
 
 def _heads_of_q(c: Config, loads: Loads, tile: WorkTile) -> cute.Tensor:
@@ -26,10 +25,10 @@ def _kv_head_of(c: Config, ins: Inputs, tile: WorkTile) -> Int32:
     return tile.head // (Int32(ins.q.shape[1]) // Int32(ins.k.shape[2]) // c.group)
 
 
-class OneCtaCopies(Fixed):
+class OneCtaPagedLoad(Fixed):
     """For ``one_cta.py``: a stage is a block."""
 
-    def __init__(self, config: OneCta, keys: Boxes | Rows):
+    def __init__(self, config: OneCta, keys: Boxes | GatheredRows):
         self.c, self.keys = config, keys
 
     @cute.jit
@@ -49,32 +48,32 @@ class OneCtaCopies(Fixed):
         whole_k, whole_v = Piece(c.tile_n, c.dim, 0, 0), Piece(c.tile_n, c.dim_v, 0, 0)
         gQ = mmas.qk.get_slice(0).partition_A(cute.local_tile(_heads_of_q(c, loads, tile), (ROWS, c.dim), (None, 0)))
         tQsQ, tQgQ = copies.tma_partition(loads.q_atom, 0, 1, smem.sQ, gQ, 3)
-        places = keys.places(ins, tile, visit.block(Int32(0)))
+        key_pages = keys.key_pages(ins, tile, visit.block(Int32(0)))
         for t in cutlass.range_constexpr(c.tiles):
             cute.arch.mbarrier_wait(rings.q.empty + t, (fills & 1) ^ 1)
             full = rings.q.full + t
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.nbytes(ROWS, c.dim))
             cute.copy(loads.q_atom, tQgQ[None, tile.row * c.tiles + t], tQsQ[None, t], tma_bar_ptr=full)
-        before = places
+        before = key_pages
         for i in cutlass.range(0, visit.steps + 1, unroll=1):
-            following = keys.places(ins, tile, visit.block(i + 1))
+            following = keys.key_pages(ins, tile, visit.block(i + 1))
             if i < visit.steps:
                 full = rings.k.acquire(n + i, c.nbytes(c.tile_n, c.dim))
                 k, slot = (loads.k_atom, loads.k), rings.k.slot(n + i)
-                keys.fill(k, smem.sK, slot, full, whole_k, kv_head, places, visit.block(i))
+                keys.fill(k, smem.sK, slot, full, whole_k, kv_head, key_pages, visit.block(i))
             if i > 0:
                 full = rings.v.acquire(n + i - 1, c.nbytes(c.tile_n, c.dim_v))
                 v, slot = (loads.v_atom, loads.v), rings.v.slot(n + i - 1)
                 keys.fill(v, smem.sV, slot, full, whole_v, kv_head, before, visit.block(i - 1))
-            before, places = places, following
+            before, key_pages = key_pages, following
 
 
-class TwoCtaCopies(Fixed):
+class TwoCtaPagedLoad(Fixed):
     """For ``two_cta.py``: a stage is a piece of a block, of which each CTA loads its half, of K half the keys and of V
     half the columns."""
 
-    def __init__(self, config: TwoCta, keys: Boxes | Rows):
+    def __init__(self, config: TwoCta, keys: Boxes | GatheredRows):
         self.c, self.keys = config, keys
 
     @cute.jit
@@ -101,23 +100,23 @@ class TwoCtaCopies(Fixed):
         q_rows = cute.local_tile(_heads_of_q(c, loads, tile), (ROWS, c.piece), (tile.row, None))
         gQ = mmas.qk.get_slice(rank).partition_A(q_rows)
         tQsQ, tQgQ = copies.tma_partition(loads.q_atom, 0, 1, smem.sQ, gQ, 3)  # (box, pieces) both
-        places = keys.places(ins, tile, visit.block(Int32(0)))
+        key_pages = keys.key_pages(ins, tile, visit.block(Int32(0)))
         full = rings.q.await_empty(fills)
         self._expect(full, c.nbytes(LANES, c.dim), rank)
         for part in cutlass.range_constexpr(c.k_pieces):
             cute.copy(loads.q_atom, tQgQ[None, part], tQsQ[None, part], tma_bar_ptr=full)
-        before = places
+        before = key_pages
         for i in cutlass.range(0, visit.steps + 1, unroll=1):
-            following = keys.places(ins, tile, visit.block(i + 1))
+            following = keys.key_pages(ins, tile, visit.block(i + 1))
             if i < visit.steps:
-                self._load_k(loads, smem, kv_head, rank, places, visit.block(i), n + i)
+                self._load_k(loads, smem, kv_head, rank, key_pages, visit.block(i), n + i)
             if i > 0:
                 self._load_v(loads, smem, kv_head, rank, before, visit.block(i - 1), n + i - 1)
-            before, places = places, following
+            before, key_pages = key_pages, following
 
     @cute.jit
     def _load_k(
-        self, loads: Loads, smem: SharedMemory, kv_head: Int32, rank: Int32, places: tuple, block: Int32, n: Int32
+        self, loads: Loads, smem: SharedMemory, kv_head: Int32, rank: Int32, key_pages: tuple, block: Int32, n: Int32
     ):
         """Block ``block``, the n-th since the kernel's start."""
         c, ring, half = self.c, smem.rings.k, self.c.tile_n // CTAS
@@ -126,15 +125,15 @@ class TwoCtaCopies(Fixed):
             full = ring.await_empty(k)
             self._expect(full, c.nbytes(half, c.piece), rank)
             piece = Piece(half, c.piece, rank * half, part * c.piece, True)
-            self.keys.fill((loads.k_atom, loads.k), smem.sK, ring.slot(k), full, piece, kv_head, places, block)
+            self.keys.fill((loads.k_atom, loads.k), smem.sK, ring.slot(k), full, piece, kv_head, key_pages, block)
 
     @cute.jit
     def _load_v(
-        self, loads: Loads, smem: SharedMemory, kv_head: Int32, rank: Int32, places: tuple, block: Int32, n: Int32
+        self, loads: Loads, smem: SharedMemory, kv_head: Int32, rank: Int32, key_pages: tuple, block: Int32, n: Int32
     ):
         c, ring, half = self.c, smem.rings.v, HALF // CTAS
         for part in cutlass.range(0, c.v_pieces, unroll=1):
             k = n * c.v_pieces + part
             full = ring.acquire(k, c.nbytes(c.part, half))
             piece = Piece(c.part, half, part % c.parts * c.part, part // c.parts * HALF + rank * half)
-            self.keys.fill((loads.v_atom, loads.v), smem.sV, ring.slot(k), full, piece, kv_head, places, block)
+            self.keys.fill((loads.v_atom, loads.v), smem.sV, ring.slot(k), full, piece, kv_head, key_pages, block)

@@ -15,8 +15,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 from cutlass.tensor_utils import LayoutEnum
 
-from torch_attnkit.cuda import copies
-from torch_attnkit.cuda import paging as pages
+from torch_attnkit.cuda import copies, paging
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm100 import row_copies
 
@@ -75,16 +74,16 @@ class Boxes(Fixed):
         return made
 
     @cute.jit
-    def places(self, ins: Inputs, tile: WorkTile, block: Int32):
+    def key_pages(self, ins: Inputs, tile: WorkTile, block: Int32):
         """What lanes know of a block."""
         c, p, found = self.c, self.paging, Pages(ins.k, ins.high.table)
         first, count = block * c.tile_n, const_expr(c.tile_n // p.box)
-        return pages.of_boxes(found, tile.batch, first, tile.start, tile.end, p.box, count, p.page)
+        return paging.of_boxes(found, tile.batch, first, tile.start, tile.end, p.box, count, p.page)
 
     @cute.jit
     def fill(
         self, source: tuple, stage: cute.Tensor, slot: Int32, full: cute.Pointer, piece: Piece,
-        kv_head: Int32, places: Int32, block: Int32,
+        kv_head: Int32, key_pages: Int32, block: Int32,
     ):  # fmt: skip
         """A slot of the stages; ``source`` is the atom and the tensor of K or of V."""
         c, p, columns = self.c, self.paging, const_expr(self.stages.columns)
@@ -94,7 +93,7 @@ class Boxes(Fixed):
         for i in cutlass.range_constexpr(count):
             box = piece.first_key // p.box + i
             row = (block * c.tile_n + box * p.box) % p.page // p.box
-            page = cute.arch.shuffle_sync(places, box)
+            page = cute.arch.shuffle_sync(key_pages, box)
             for run in cutlass.range_constexpr(runs):
                 at = (row, piece.first_column // columns + run)
                 gBox = cute.local_tile(rows[None, None, kv_head, page], (p.box, columns), at)
@@ -111,7 +110,7 @@ class Steps(NamedTuple):
     by_head: Int32
 
 
-class Rows(Fixed):
+class GatheredRows(Fixed):
     """Any four rows of a cache at once. Lane l knows the pages of keys l, l + 32, ... of a block."""
 
     def __init__(self, config: Config, paging: Paging):
@@ -126,20 +125,20 @@ class Rows(Fixed):
         return made
 
     @cute.jit
-    def places(self, ins: Inputs, tile: WorkTile, block: Int32):
+    def key_pages(self, ins: Inputs, tile: WorkTile, block: Int32):
         """What lanes know of a block."""
         found, page = Pages(ins.k, ins.high.table), const_expr(self.paging.page)
         known = []
         for i in cutlass.range_constexpr(self.c.tile_n // _LANES):
             first = block * self.c.tile_n + i * _LANES
             ends = tile.start - first, tile.end - first
-            known.append(pages.of_keys(found, tile.batch, first, *ends, _LANES, page))
+            known.append(paging.of_keys(found, tile.batch, first, *ends, _LANES, page))
         return tuple(known)
 
     @cute.jit
     def fill(
         self, source: tuple, stage: cute.Tensor, slot: Int32, full: cute.Pointer, piece: Piece,
-        kv_head: Int32, places: tuple, block: Int32,
+        kv_head: Int32, key_pages: tuple, block: Int32,
     ):  # fmt: skip
         """A slot of the stages; ``source`` is the atom and the ``Steps`` of K or of V."""
         c, p, columns = self.c, self.paging, const_expr(self.columns)
@@ -151,7 +150,7 @@ class Rows(Fixed):
         for part in cutlass.range_constexpr(piece.keys // _LANES):
             # Lane l: which row of the cache key l of these 32 is.
             first = piece.first_key + part * _LANES
-            page = _chosen(places, first // _LANES)
+            page = _chosen(key_pages, first // _LANES)
             key = (block * c.tile_n + first + cute.arch.lane_idx()) % p.page
             row = page * cache.by_page + key * cache.by_key + kv_head * cache.by_head
             row = cutlass.select_(page >= 0, row, Int32(-1))

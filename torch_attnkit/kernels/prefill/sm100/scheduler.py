@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from torch_attnkit.cuda.ring import Fixed, Ring
 
-from ..key_blocks import KeyBlocks, Sequence, TileScheduler, UnseenKeys, dense, key_blocks_of, packed, unseen_keys
+from ..key_blocks import KeyBlocks, MaskedKeys, Sequence, TileScheduler, dense, key_blocks_of, masked_keys, packed
 from ..types import Inputs, Outputs, Scalars
 from .split import blocks_of_split, has_keys
 from .types import Config, WorkTile
@@ -62,8 +62,8 @@ class Scheduler(Fixed):
         blocks = key_blocks_of(c, _sequence(tile), tile.row * c.cluster_rows, c.cluster_rows, scalars)
         return blocks_of_split(blocks, tile.split, tile.num_splits) if c.split else blocks
 
-    def unseen_keys(self, tile: WorkTile, scalars: Scalars) -> UnseenKeys:
-        return unseen_keys(self.c, _sequence(tile), scalars)
+    def masked_keys(self, tile: WorkTile, scalars: Scalars) -> MaskedKeys:
+        return masked_keys(self.c, _sequence(tile), scalars)
 
     def leave(self, ring: Ring, sTile: cute.Tensor, n: Int32, tile: WorkTile) -> None:
         """Note the n-th work tile of this CTA."""

@@ -22,12 +22,12 @@ _START, _MERGE = 5.0, 4.0
 
 @dataclass(frozen=True)
 class Work:
-    """A call: ``turns`` of ``tiles`` tiles of 128 rows for each of ``heads`` KV heads (or heads that share no tile).
+    """A call: ``rounds`` of ``tiles`` tiles of 128 rows for each of ``heads`` KV heads (or heads that share no tile).
 
     ``steps`` blocks of ``tile_n`` keys are the most that a turn visits; ``rows`` are all rows of all outputs.
     """
 
-    turns: int
+    rounds: int
     tiles: int
     heads: int
     steps: int
@@ -39,7 +39,7 @@ class Work:
 
     @property
     def step(self) -> float:
-        """Microseconds of a block's products or exponentials, whichever take longer; two tiles take turns."""
+        """Microseconds of a block's products or exponentials, whichever take longer; two tiles ping-pong."""
         scores = self.tiles * _ROWS * self.tile_n
         operations = scores * (self.dim + self.dim_v) * self.itemsize  # of 2 bytes; of 1 byte twice as many at a time
         return max(operations / _OPERATIONS, scores / _EXPONENTIALS) / _CYCLES
@@ -47,12 +47,12 @@ class Work:
     def cost(self, num_splits: int, sms: int) -> float:
         """Microseconds, roughly, with the keys of every turn in that many splits, on ``sms`` multiprocessors."""
         pieces, size = (
-            self.turns * self.heads * num_splits,
+            self.rounds * self.heads * num_splits,
             self.tile_n * (self.dim + self.dim_v) * self.itemsize * 1e-3,
         )
         running = min(pieces, sms)
-        # The turns of a head read the same keys at about the same time: memory brings them once.
-        step = max(self.step, size / _COPIES, size * running / self.turns / (_MEMORY * sms))
+        # The rounds of a head read the same keys at about the same time: memory brings them once.
+        step = max(self.step, size / _COPIES, size * running / self.rounds / (_MEMORY * sms))
         time = -(-pieces // sms) * (_START + -(-self.steps // num_splits) * step)
         if num_splits == 1:
             return time
@@ -73,7 +73,7 @@ def num_splits(problem: Problem, signature: dict[str, Any], sms: int) -> int:
 
 
 def cheapest(work: Work, sms: int) -> int:
-    """The number of splits with the least cost, the smallest of several; 1 where the turns fill the machine."""
-    if work.turns * work.heads >= sms:
+    """The number of splits with the least cost, the smallest of several; 1 where the rounds fill the machine."""
+    if work.rounds * work.heads >= sms:
         return 1
     return min(range(1, max(1, min(work.steps, sms)) + 1), key=lambda n: work.cost(n, sms))

@@ -33,14 +33,27 @@ from .epilogue import Epilogue
 from .mma import multiply, release
 from .prefill import Parts
 from .scheduler import Scheduler
-from .two_cta_types import CTAS, HALF, LANES, TwoCta
-from .types import ROWS, Heads, Layouts, Loads, Mmas, Rings, SharedMemory, WorkTile, score_buffer
+from .types import (
+    CTAS,
+    HALF,
+    LANES,
+    ROWS,
+    Heads,
+    Layouts,
+    Loads,
+    Mmas,
+    Rings,
+    SharedMemory,
+    TwoCta,
+    WorkTile,
+    score_buffer,
+)
 
 
 def parts(config: TwoCta, scheduler: Scheduler) -> Parts:
-    rows = two_cta_rows.Rows(config)
-    correction = two_cta_rows.Correction(config, scheduler, Epilogue(config, rows))
-    return Parts(ring_table, Copies(config), Products(config), two_cta_rows.Block(config), rows, correction)
+    rows = two_cta_rows.TwoCtaRows(config)
+    correction = two_cta_rows.TwoCtaCorrection(config, scheduler, Epilogue(config, rows))
+    return Parts(ring_table, TwoCtaLoad(config), TwoCtaMma(config), two_cta_rows.TwoCtaBlock(config), rows, correction)
 
 
 def ring_table(c: TwoCta) -> tuple:
@@ -61,7 +74,7 @@ def ring_table(c: TwoCta) -> tuple:
     )
 
 
-class Copies(Fixed):
+class TwoCtaLoad(Fixed):
     """What the loading warps bring for a work tile."""
 
     def __init__(self, config: TwoCta):
@@ -124,7 +137,7 @@ class Copies(Fixed):
 
 
 @dataclass
-class Fragments(Fixed):
+class TwoCtaFragments(Fixed):
     """What the products read: descriptors of shared memory; and the layouts of what they write to tensor memory."""
 
     tQ: cute.Tensor  # (mma, M, piece, pieces)
@@ -135,22 +148,22 @@ class Fragments(Fixed):
     output: Any  # (mma, M, HALF)
 
 
-class Products(Fixed):
+class TwoCtaMma(Fixed):
     """What the issuing warp does for a work tile."""
 
     def __init__(self, config: TwoCta):
         self.c = config
 
-    def fragments(self, mmas: Mmas, layouts: Layouts, smem: SharedMemory) -> Fragments:
+    def fragments(self, mmas: Mmas, layouts: Layouts, smem: SharedMemory) -> TwoCtaFragments:
         qk, pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
         scores = qk.make_fragment_C(mmas.qk.partition_shape_C((ROWS, self.c.tile_n))).layout
         output = pv.make_fragment_C(mmas.pv.partition_shape_C((ROWS, HALF))).layout
         tQ, tK = qk.make_fragment_A(smem.sQ), qk.make_fragment_B(smem.sK)
         tP, tV = pv.make_fragment_A(smem.sP), pv.make_fragment_B(smem.sV)
-        return Fragments(tQ, tK, tV, tP, scores, output)
+        return TwoCtaFragments(tQ, tK, tV, tP, scores, output)
 
     @cute.jit
-    def multiply_tile(self, mmas: Mmas, f: Fragments, rings: Rings, visit: KeyBlocks, fill: Int32, n: Int32):
+    def multiply_tile(self, mmas: Mmas, f: TwoCtaFragments, rings: Rings, visit: KeyBlocks, fill: Int32, n: Int32):
         rings.q.wait(fill)
         self._scores(mmas.qk, f, rings, n)
         for i in cutlass.range(1, visit.steps + 1, unroll=1):
@@ -167,7 +180,7 @@ class Products(Fixed):
             tcgen05.commit(barrier, cutlass.Int16(3 << CTAS * pair), self.c.cta_group)
 
     @cute.jit
-    def _scores(self, mma: cute.TiledMma, f: Fragments, rings: Rings, n: Int32):
+    def _scores(self, mma: cute.TiledMma, f: TwoCtaFragments, rings: Rings, n: Int32):
         """Block n's scores into their buffer, piece by piece of the head dim."""
         c = self.c
         tQ, tK = f.tQ, f.tK
@@ -182,7 +195,7 @@ class Products(Fixed):
         self._commit(rings.scores.full + buffer)
 
     @cute.jit
-    def _output(self, mma: cute.TiledMma, f: Fragments, rings: Rings, n: Int32, more: cutlass.Boolean):
+    def _output(self, mma: cute.TiledMma, f: TwoCtaFragments, rings: Rings, n: Int32, more: cutlass.Boolean):
         """Block n's part of the output, once probabilities and V are there and the output is rescaled in both CTAs."""
         c = self.c
         tP, tV = f.tP, f.tV

@@ -16,20 +16,24 @@ from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed, Ring
 from torch_attnkit.cuda.sm100 import softmax, tmem
 
-from ..key_blocks import UnseenKeys
+from ..key_blocks import MaskedKeys
 from ..types import Inputs, Outputs, Scalars
 from .epilogue import Epilogue
 from .rows import arrive, lane, masked, rescale
 from .scheduler import Scheduler
-from .two_cta_types import CTAS, HALF, LANES, TwoCta, element
 from .types import (
+    CTAS,
+    HALF,
+    LANES,
     ROW_MAX,
     ROW_SUM,
     TRUE_MAX,
     Rings,
     SharedMemory,
     TileRows,
+    TwoCta,
     WorkTile,
+    element,
     factor_stage,
     new_state,
     score_buffer,
@@ -42,7 +46,7 @@ class Barrier(enum.IntEnum):
     MAXIMA = 1  # + warp % 2: the two warps that have the same rows have left their maxima
 
 
-class Rows(Fixed):
+class TwoCtaRows(Fixed):
     """Lanes i and i + 64 of tensor memory have row i of the CTA's half of the tile."""
 
     def __init__(self, config: TwoCta):
@@ -62,7 +66,7 @@ class Rows(Fixed):
         return element(at, lane() // LANES)
 
 
-def _tell_leader(c: TwoCta, barrier: cute.Pointer) -> None:
+def _arrive_at_leader(c: TwoCta, barrier: cute.Pointer) -> None:
     """Arrive once for the warp at a barrier of the CTA that issues the pair's products.
 
     What its lanes wrote to this CTA's shared memory is then read by products that the other CTA issued.
@@ -73,7 +77,7 @@ def _tell_leader(c: TwoCta, barrier: cute.Pointer) -> None:
         cute.arch.mbarrier_arrive(barrier, leader, scope=nvvm.MemScopeKind.CLUSTER)
 
 
-class Block(Fixed):
+class TwoCtaBlock(Fixed):
     def __init__(self, config: TwoCta):
         self.c = config
 
@@ -124,7 +128,7 @@ class Block(Fixed):
         self._keep(smem.sP, words, half)
         cute.arch.fence_view_async_shared()
         tmem.before_sync()
-        _tell_leader(c, rings.scores.empty + buffer)
+        _arrive_at_leader(c, rings.scores.empty + buffer)
         state[ROW_MAX], state[ROW_SUM] = row_max, softmax.row_sum(p, row_sum)
         if const_expr(not c.normalize):
             state[TRUE_MAX] = true_max
@@ -142,7 +146,7 @@ class Block(Fixed):
             copies.store_words(line + at * 16, words[j : j + 4], cute.AddressSpace.smem)
 
 
-class Correction(Fixed):
+class TwoCtaCorrection(Fixed):
     """The role: keeps the output in step with what the rows subtract, waits for V, and stores."""
 
     def __init__(self, config: TwoCta, scheduler: Scheduler, epilogue: Epilogue):
@@ -170,9 +174,9 @@ class Correction(Fixed):
                 for part in cutlass.range_constexpr(c.v_pieces):
                     rings.v.wait((n + i) * c.v_pieces + part)
                 if const_expr(c.padded):
-                    unseen = self.scheduler.unseen_keys(tile, scalars)
-                    self._clear_rows(rings.v, n + i, unseen, visit.block(i), smem.sV)
-                _tell_leader(c, rings.scores.empty + score_buffer(c, 0, n + i)[0])
+                    masked_out = self.scheduler.masked_keys(tile, scalars)
+                    self._clear_rows(rings.v, n + i, masked_out, visit.block(i), smem.sV)
+                _arrive_at_leader(c, rings.scores.empty + score_buffer(c, 0, n + i)[0])
             n += visit.steps
             self._await_block(rings, n - 1)
             tmem.after_sync()
@@ -192,13 +196,13 @@ class Correction(Fixed):
         cute.arch.mbarrier_wait(rings.factors.full + stage, phase)
 
     @cute.jit
-    def _clear_rows(self, ring: Ring, n: Int32, unseen: UnseenKeys, block: Int32, sV: cute.Tensor):
+    def _clear_rows(self, ring: Ring, n: Int32, masked_out: MaskedKeys, block: Int32, sV: cute.Tensor):
         """Write 0 over this CTA's part of the rows of V at which nobody looks, before the products."""
         c = self.c
         low = block * c.tile_n
-        if unseen.overlap(low, low + c.tile_n):
+        if masked_out.overlap(low, low + c.tile_n):
             key = lane()
-            if unseen.hold(low + key):
+            if masked_out.hold(low + key):
                 zero, k_dim = c.dtype(0.0), 256 // c.dtype.width  # keys of one product
                 for h in cutlass.range_constexpr(c.halves):
                     slot = ring.slot(n * c.v_pieces + c.parts * h + key // c.part)

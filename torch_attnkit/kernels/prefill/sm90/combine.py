@@ -22,7 +22,7 @@ from .seqlen import WorkTile
 from .tiles import split_floats
 
 _FLOAT = Float32.width // 8  # bytes
-_AT_ONCE = 8  # partial results, or vectors of them, that a thread has on the way while it combines them
+_BATCH = 8  # partial results, or vectors of them, that a thread has on the way while it combines them
 _VECTOR = 16  # bytes: of a row columns 16 j + 2 l and the next, for a lane's l of four, and those 8 further on
 
 
@@ -67,15 +67,13 @@ def combine(c: cutlass.Constexpr, ins: Any, outs: RowOutputs, scalars: GroupScal
         rO = cute.make_rmem_tensor(4, Float32)
         rO.fill(0.0)
         row_max, row_sum = Float32(-Float32.inf), Float32(0.0)
-        for first in cutlass.range(0, scalars.ctas, _AT_ONCE, unroll=1):
+        for first in cutlass.range(0, scalars.ctas, _BATCH, unroll=1):
             # All loads are on their way before the first is used.
-            valid = [cutlass.select_(first + i < scalars.ctas, Int32(1), Int32(0)) for i in range(_AT_ONCE)]
-            peers = [(first + i) * valid[i] for i in range(_AT_ONCE)]
-            stats = [
-                op.load_cluster_floats(2, op.cluster_address(stat_at, peers[i]), valid[i]) for i in range(_AT_ONCE)
-            ]
-            values = [op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), valid[i]) for i in range(_AT_ONCE)]
-            maxima = [cutlass.select_(valid[i] != 0, stats[i][0], -Float32.inf) for i in range(_AT_ONCE)]
+            valid = [cutlass.select_(first + i < scalars.ctas, Int32(1), Int32(0)) for i in range(_BATCH)]
+            peers = [(first + i) * valid[i] for i in range(_BATCH)]
+            stats = [op.load_cluster_floats(2, op.cluster_address(stat_at, peers[i]), valid[i]) for i in range(_BATCH)]
+            values = [op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), valid[i]) for i in range(_BATCH)]
+            maxima = [cutlass.select_(valid[i] != 0, stats[i][0], -Float32.inf) for i in range(_BATCH)]
             row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], values)
         token, head = tile.token_and_head(row)
         lse, factor = lse_and_factor(ins, scalars, head, row_max, row_sum)
@@ -168,7 +166,7 @@ class WorkspaceCombine(Fixed):
         c, thread = self.c, cute.arch.thread_idx()[0] - WARPGROUP
         own = [_maximum(w, sums, r) for r in range(2)]
         rMax, rAll = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        rSum = cute.make_rmem_tensor(4 * _AT_ONCE, Float32)
+        rSum = cute.make_rmem_tensor(4 * _BATCH, Float32)
         rMax[0], rMax[1] = own
         rAll.fill(0.0)
         if thread // 32 * 16 < tile.rows:
@@ -176,8 +174,8 @@ class WorkspaceCombine(Fixed):
                 if split != slots.own:
                     stats = self._stats_of(w, slots.of(split))
                     rMax[0], rMax[1] = (cute.arch.fmax(rMax[r], stats[r][0]) for r in range(2))
-            for begin in cutlass.range_constexpr(0, c.dim_v // 8, _AT_ONCE):
-                vectors = const_expr(list(range(begin, min(begin + _AT_ONCE, c.dim_v // 8))))
+            for begin in cutlass.range_constexpr(0, c.dim_v // 8, _BATCH):
+                vectors = const_expr(list(range(begin, min(begin + _BATCH, c.dim_v // 8))))
                 rSum.fill(0.0)
                 rAll.fill(0.0)
                 for split in cutlass.range(slots.count, unroll=1):

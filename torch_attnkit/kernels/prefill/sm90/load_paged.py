@@ -230,19 +230,19 @@ class PageRows(Fixed):
         """Block ``block`` as fill n of a ring; ``source`` ends with the tensor of K or of V.
 
         A stage has a row's columns in runs of 128 or 64 bytes, one run of all rows after another, chunks swizzled by
-        rows. Lane l copies a chunk of row i * abreast + l // chunks in iteration i, of each run.
+        rows. Lane l copies a chunk of row i * row_step + l // chunks in iteration i, of each run.
         """
         c = self.c
         run_bytes = const_expr((64 if dim % 64 == 0 else 32) * c.dtype.width // 8)
         chunks = const_expr(run_bytes // _CHUNK)  # 8 or 4
-        abreast, runs = const_expr(_LANES // chunks), const_expr(dim * c.dtype.width // 8 // run_bytes)
+        row_step, runs = const_expr(_LANES // chunks), const_expr(dim * c.dtype.width // 8 // run_bytes)
         iterations, each = (
-            const_expr(self.rows // abreast),
+            const_expr(self.rows // row_step),
             const_expr(c.tile_n * run_bytes),
         )  # bytes of a run of all rows
         lane = cute.arch.lane_idx()
         row, chunk = lane // chunks, lane % chunks  # of iteration 0
-        address, valid_rows = self._row(source[1], tile, pages_of, block, lane % iterations * abreast + row)
+        address, valid_rows = self._row(source[1], tile, pages_of, block, lane % iterations * row_step + row)
         valid_rows = valid_rows >> row * chunks  # bit i: whether there is this lane's row of iteration i
         # Lane i of those that copy a row together holds that of iteration i.
         segment = const_expr((_LANES - chunks) << 8 | _LANES - 1)
@@ -254,12 +254,12 @@ class PageRows(Fixed):
         begin = stage.iterator.toint() + ring.slot(n) * (each * runs) + (self._warp() * self.rows + row) * run_bytes
         # Rows of 128 bytes are swizzled by their number modulo 8, of 64 by half of it modulo 4; iterations have 4 or 8.
         swizzled = chunk ^ (row if chunks == 8 else row // 2 % 4)
-        targets = [begin + (swizzled ^ i * abreast % chunks) * _CHUNK for i in range(2)]
+        targets = [begin + (swizzled ^ i * row_step % chunks) * _CHUNK for i in range(2)]
         ring.await_empty(n)
         for i in cutlass.range_constexpr(iterations):
             valid = cutlass.select_((valid_rows & (1 << i)) != 0, Int32(_CHUNK), Int32(0))
             for run in cutlass.range_constexpr(runs):
-                at = const_expr(run * each + i * abreast * run_bytes)
+                at = const_expr(run * each + i * row_step * run_bytes)
                 copy_16_async_at(targets[i % 2], at, sources[i], run * run_bytes, valid)
         cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + ring.slot(n))
 

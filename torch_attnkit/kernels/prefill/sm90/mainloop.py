@@ -276,8 +276,8 @@ class Mainloop(Fixed):
         """
         c = self.c
         low, high = block * c.tile_n, (block + 1) * c.tile_n
-        unseen = mask.unseen()
-        if unseen.overlap(low, high):
+        masked = mask.masked_keys()
+        if masked.overlap(low, high):
             w.stages.ring_v.wait(n)
             slot = w.stages.ring_v.slot(n)
             zeros = cute.make_rmem_tensor(8, c.dtype)
@@ -286,7 +286,7 @@ class Mainloop(Fixed):
             threads = WARPGROUP * c.consumers
             for i in cutlass.range(cute.arch.thread_idx()[0] - WARPGROUP, c.tile_n * chunks, threads, unroll=1):
                 key = low + i // chunks
-                if unseen.hold(key):
+                if masked.hold(key):
                     row = w.stages.sV[i // chunks, None, slot]
                     cute.autovec_copy(zeros, cute.local_tile(row, (8,), (i % chunks,)))
             cute.arch.fence_view_async_shared()

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
 
-from ..key_blocks import Sequence, UnseenKeys, unseen_keys
+from ..key_blocks import MaskedKeys, Sequence, masked_keys
 from .config import Config
 
 
@@ -21,7 +21,7 @@ class Mask(Protocol):
         ``edge`` says which edges of what is seen may cross the block: "both", or "left" where the right one cannot.
         """
 
-    def unseen(self) -> UnseenKeys:
+    def masked_keys(self) -> MaskedKeys:
         """The keys at which no row looks."""
 
 
@@ -56,8 +56,8 @@ class BoundsMask(Fixed):
             lows = [start, start]
         softmax.apply_mask(rS, softmax.MaskBounds(lows, highs, start if c.kv_start else None, sinks_end, ends))
 
-    def unseen(self) -> UnseenKeys:
-        return unseen_keys(self.c, self.seq, self.w.scalars)
+    def masked_keys(self) -> MaskedKeys:
+        return masked_keys(self.c, self.seq, self.w.scalars)
 
 
 class MaskRules(NamedTuple):
@@ -132,5 +132,5 @@ class BitMask(Fixed):
                     bit = bit if bit < 1 << 31 else bit - (1 << 32)
                     rS[i] = cutlass.select_((seen & bit) != 0, rS[i], -Float32.inf)
 
-    def unseen(self) -> UnseenKeys:
-        return unseen_keys(self.c, self.seq, self.w.scalars)
+    def masked_keys(self) -> MaskedKeys:
+        return masked_keys(self.c, self.seq, self.w.scalars)

@@ -18,7 +18,7 @@ from torch_attnkit.cuda import copies, fake
 from torch_attnkit.cuda.fp4 import permute_bytes
 from torch_attnkit.cuda.ring import Fixed, Ring, rings
 
-from ..key_blocks import Sequence, UnseenKeys, dense, packed, unseen_keys
+from ..key_blocks import MaskedKeys, Sequence, dense, masked_keys, packed
 from ..types import Features, Inputs, Scalars
 from .config import Config, GroupScalars, Layouts, transpose_arguments
 from .load_tma import SharedMemory, SingleFill
@@ -96,15 +96,15 @@ class TransposeV(Fixed):
         ``fills`` of both rings were before.
         """
         c, source, target, sV = self.c, smem.staged_v.ring, smem.stages.ring_v, smem.stages.sV
-        unseen = unseen_keys(c, tile.seq, scalars)
+        masked = masked_keys(c, tile.seq, scalars)
         for step in cutlass.range(tile.first, tile.stop, unroll=1):
             n = fills + step - tile.first
             first = tile.block(step) * c.tile_n
             target.await_empty(n)
             source.wait(n)
             words, sVt = smem.staged_v.words[None, None, source.slot(n)], sV[None, None, target.slot(n)]
-            if unseen.overlap(first, first + c.tile_n):
-                self._block(words, sVt, first, unseen)
+            if masked.overlap(first, first + c.tile_n):
+                self._block(words, sVt, first, masked)
             else:
                 self._block(words, sVt, first, None)
             cute.arch.fence_view_async_shared()
@@ -114,8 +114,8 @@ class TransposeV(Fixed):
                 cute.arch.mbarrier_arrive(target.full + target.slot(n))
 
     @cute.jit
-    def _block(self, words: cute.Tensor, sVt: cute.Tensor, first: Int32, unseen: Any):
-        """A block, (N, Dv / 4) words, into (Dv, N) bytes; its first key is ``first``. ``unseen``: or None."""
+    def _block(self, words: cute.Tensor, sVt: cute.Tensor, first: Int32, masked: Any):
+        """A block, (N, Dv / 4) words, into (Dv, N) bytes; its first key is ``first``. ``masked``: or None."""
         c = self.c
         quads = const_expr(c.dim_v // _COLUMNS)
         thread = cute.arch.thread_idx()[0] - _LANES
@@ -134,8 +134,8 @@ class TransposeV(Fixed):
                     for neighbour in (swap, swap ^ 1):
                         at = _KEYS * chunk + 2 * quartet + key + neighbour
                         word = words[at, quad]
-                        if const_expr(unseen is not None):
-                            word = cutlass.select_(unseen.hold(first + at), Int32(0), word)
+                        if const_expr(masked is not None):
+                            word = cutlass.select_(masked.hold(first + at), Int32(0), word)
                         found.append(word)
                 for j, word in enumerate(_transposed(found, (pairs, pairs >> 16))):
                     of_words[j][quartet] = word
@@ -169,7 +169,7 @@ class TransposePass(Fixed):
         block, head, batch = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         k0, first, seq = self._keys(ins, block, batch)
-        unseen = unseen_keys(c, seq, scalars)
+        masked = masked_keys(c, seq, scalars)
         # A word more than a row has, so that lanes that store a column of them meet in fewer banks.
         pitch = const_expr(c.tile_n // 4 + 1)
         sWords = cutlass.memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout((pitch, c.dim_v)), 16)
@@ -178,7 +178,7 @@ class TransposePass(Fixed):
             column, quartet = i % quads, i // quads  # four columns, four positions of neighbouring keys
             # Positions 4 to 7 are the other half of a lane's keys of 32, see ``mainloop_fp8.py``.
             near = quartet // 8 * 32 + quartet // 4 % 2 * 16 + quartet % 4 * 2
-            words = [self._word(ins, unseen, (batch, head, column), k0, first + near + key) for key in (0, 1, 8, 9)]
+            words = [self._word(ins, masked, (batch, head, column), k0, first + near + key) for key in (0, 1, 8, 9)]
             for j, word in enumerate(_transposed(words)):
                 sWords[quartet, 4 * column + j] = word
         cute.arch.sync_threads()
@@ -204,12 +204,12 @@ class TransposePass(Fixed):
         return k0, number * c.tile_n, seq
 
     @cute.jit
-    def _word(self, ins: Inputs, unseen: UnseenKeys, at: tuple, k0: Int32, key: Int32):
+    def _word(self, ins: Inputs, masked: MaskedKeys, at: tuple, k0: Int32, key: Int32):
         """Four columns of a key, or zeros."""
         batch, head, column = at
         bytes_of = cute.make_rmem_tensor(4, ins.v.element_type)
         bytes_of.fill(0)
-        if not unseen.hold(key):
+        if not masked.hold(key):
             row = (k0 + key, head) if const_expr(self.c.varlen) else (batch, key, head)
             copies.load(ins.v[(*row, None)].iterator + 4 * column, bytes_of)
         return cute.recast_tensor(bytes_of, Int32)[0]
