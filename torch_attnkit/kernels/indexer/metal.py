@@ -22,7 +22,7 @@ KERNEL = "index_scores"
 _FORMATS = ("none", "fp8", "mxfp4")
 # In which all numbers of a format are exact: E4M3 has 4 bits and 2^-9 to 448, MXFP4 the exponents of bfloat.
 _PRODUCTS = {"fp8": torch.float16, "mxfp4": torch.bfloat16}
-_OWN_NUMBERS = 2048  # of a simdgroup's keys, which lanes have in 32 registers each
+_REGISTER_ELEMENTS = 2048  # of a simdgroup's keys, which lanes have in 32 registers each
 _SIMDGROUPS = 8
 _HEADS = 32  # HEADS of the kernel
 _ENOUGH = 512  # threadgroups that keep the largest chips busy: 80 cores with a few each
@@ -44,7 +44,7 @@ class Steps:
 
 def blocks_of(dim: int) -> int:
     """Blocks of 8 keys of a simdgroup."""
-    return _OWN_NUMBERS // (8 * dim)
+    return _REGISTER_ELEMENTS // (8 * dim)
 
 
 def threadgroup_bytes(dim: int) -> int:

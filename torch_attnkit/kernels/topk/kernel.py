@@ -335,8 +335,8 @@ class _TopK(Fixed):
             tied = self.in_order(equal)
             n = ones(tied)
             upto = warp_scan.up_to_lane(n)
-            room = cutlass.max(quota - (ties + upto - n), Int32(0))
-            while ones(tied) > room:
+            allowed = cutlass.max(quota - (ties + upto - n), Int32(0))
+            while ones(tied) > allowed:
                 tied = tied & ~(Uint32(1) << Uint32(31 - cute.arch.clz(Int32(tied))))
             word |= tied
             ties += cute.arch.shuffle_sync(upto, LANES - 1)

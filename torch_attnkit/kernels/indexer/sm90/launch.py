@@ -61,11 +61,11 @@ def stream_config(p: Problem, alone: bool) -> Any:
 
 def streamable(o: Operands, config: Any) -> bool:
     """Whether TMA can read the keys, and 4-byte copies their block scales."""
-    places = [o.k.data_ptr() % 16]
+    misalignments = [o.k.data_ptr() % 16]
     if config.stored == "mxfp4":
         assert o.k_scale is not None
-        places += [o.k_scale.data_ptr() % 4, *(step % 4 for step in o.k_scale.stride()[:-1])]
-    return not any(places)
+        misalignments += [o.k_scale.data_ptr() % 4, *(step % 4 for step in o.k_scale.stride()[:-1])]
+    return not any(misalignments)
 
 
 def streamed(o: Operands, q: torch.Tensor, config: Any) -> tuple[torch.Tensor | None, ...]:
