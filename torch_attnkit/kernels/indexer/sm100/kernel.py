@@ -40,7 +40,7 @@ class SharedMemory(Fixed):
     queries: Ring
     sums: Ring  # a stage is a buffer of all tiles: each tile has barriers of its own
     keys: cute.Pointer  # mbarrier: keys have arrived
-    base: cute.Pointer  # the allocator of tensor memory writes there
+    base: cute.Pointer  # tcgen05.alloc writes the first column here
     tokens: Tokens
     sQ: cute.Tensor  # (columns, elements, boxes of all stages): of a stage the first boxes of all tokens, then the next
     keys_at: Int32  # of a tile the first boxes of all rows, then the next

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 
-# Elements of a head by format: rows of 64, 128 or 256 bytes; MXFP4's scales are those of 128 numbers, a whole word.
+# Elements of a head by format: rows of 64, 128 or 256 bytes; of MXFP4 128 elements, whose scales fill a word.
 DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 MOST_HEADS = 128
-MOST_TOKENS = 256  # of a block: their numbers are in shared memory
+MOST_TOKENS = 256  # of a CTA: their indices are in shared memory
 ROWS = 128  # keys of a product: the lanes of tensor memory
 TILES = 2  # of keys in a block, a warpgroup each
 KEYS = TILES * ROWS
@@ -126,8 +126,9 @@ def row_bytes(stored: str, dim: int) -> int:
 def shape(problem: Problem, stored: str) -> tuple[int, int, int]:
     """(tokens of an MMA, stages, accumulators of each tile).
 
-    With two tokens an MMA reads the keys half as often. One token of a request, and MXFP4, whose scales need room, have
-    one. A block of one token has one MMA: two such blocks share an SM, with half of tensor memory at most each."""
+    With two tokens an MMA reads the keys half as often. One token of a request, and MXFP4, whose
+    scales take shared memory, have one. A CTA of one token has one MMA: two such CTAs share an SM, with half of tensor
+    memory at most each."""
     p, many = problem, (problem.tokens if problem.ids else tokens_of_request(problem)) > 1
     wide, row = columns(p.heads), row_bytes(stored, p.dim)
     tokens_per_mma = 2 if many and stored != "mxfp4" and 2 * wide <= _WIDE else 1

@@ -347,7 +347,7 @@ class FusedTopk(Fixed):
             total = Int32(0)
             for w in cutlass.range_constexpr(_WARPS):
                 total += choice.sChosen[thread % 2, w, thread // 2]
-            # 0 is what stands there before.
+            # The buffer is zero before.
             add(mSums.iterator + (self.slot(thread // 2, cute.arch.block_idx()[0]) + thread % 2), total + 1)
 
     def slot(self, token: Any, block: Int32) -> Int32:

@@ -38,7 +38,7 @@ from .plan import BOX, CONSUMERS, MOST_REQUESTS, TILE, StreamConfig
 
 _LANES = 32
 _PAGES = l2.LINE // 4  # of a line of a table
-QUERIES = 2  # requests whose queries are there or on their way
+QUERIES = 2  # requests whose queries have arrived or are in flight
 
 
 @dataclass

@@ -50,7 +50,7 @@ def stream_config(p: Problem, alone: bool) -> Any:
     """Of the kernels for few tokens; ``alone``: one CTA per SM."""
     tokens, dtype, stored = plan.tokens_of_request(p), plan.product_dtype(p.format, p.dtype), _stored(p)
     sizes = tokens, p.heads, p.dim * dtype.itemsize
-    # Registers of keys that are decoded leave no room for another block.
+    # Dequantised keys are in registers, which leaves too few for a second CTA.
     if alone or stored == "mxfp4":
         cut = plan.stream_stages(*sizes, plan.row_bytes(stored, p.dim)), 1
     else:

@@ -44,7 +44,7 @@ GROUPS = BINS // GROUP  # one a lane
 SUMS = BINS + GROUPS
 # Entries from which one kernel is faster than two; to be set by (measurement of both on an H200).
 SELECTS_FROM = 1
-LINE = 32  # numbers from one counter of arrivals to the next
+LINE = 32  # elements from one arrival counter to the next
 _SHARED = 227 << 10  # bytes of shared memory of a block
 
 
