@@ -35,7 +35,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((equal.view(*a.shape, a.itemsize).all(-1) | (a.isnan() & b.isnan())).all())
 
 
-def numbers(rows: int, dim: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
+def hostile_rows(rows: int, dim: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows of every size with odd numbers among the NoPE channels."""
     x = torch.randn(rows, dim) * torch.exp2(torch.arange(rows) - rows / 2)[:, None]
     x[0, : dim - rope : 5] = torch.nan
@@ -61,7 +61,7 @@ def apart(rows: torch.Tensor, before: int, after: int) -> tuple[torch.Tensor, to
 def test_rows_are_written_and_read_to_the_bit_and_nothing_else_is_touched(row, dtype, before, after):
     format, dim, rope = row
     gs = torch.tensor(731.37) if format == "nvfp4" else None
-    kv, slot = numbers(7, dim, rope, dtype), torch.tensor([3, 8, -1, 0, 7, 1, 5])
+    kv, slot = hostile_rows(7, dim, rope, dtype), torch.tensor([3, 8, -1, 0, 7, 1, 5])
     size = kv_cache.row_bytes(format, dim, rope)
     empty = torch.randn(9, dim).to(dtype) if format == "none" else torch.randint(0, 256, (9, size), dtype=torch.uint8)
     buffer, cache = apart(empty, before, after)

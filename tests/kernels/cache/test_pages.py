@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytes
 op = torch.ops.attnkit.paged_kv_cache_write
 CASES = OPS["paged_kv_cache_write"].module("cases")
 HOSTILE = (-(2**31), -2, -1, 5 * 16, 5 * 16 + 1, 2**31 - 1)  # of five pages of 16 keys
-PLACES = ("sm90", "metal")
+ARCHS = ("sm90", "metal")
 
 
 def given(case="joined", dtype=torch.bfloat16, features=(), **changes):
@@ -25,11 +25,11 @@ def given(case="joined", dtype=torch.bfloat16, features=(), **changes):
 def copied(args):
     """The same with caches of their own, still halves of one buffer."""
     k, v = args[2:4]
-    together = torch.cat([k, v], -1).clone()
-    return [*args[:2], *together.split((k.shape[-1], v.shape[-1]), -1), *args[4:]]
+    kv = torch.cat([k, v], -1).clone()
+    return [*args[:2], *kv.split((k.shape[-1], v.shape[-1]), -1), *args[4:]]
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_slots_outside_of_the_cache_are_passed_over(arch):
     args = given()
     args[4] = torch.tensor([*HOSTILE[:5], 37, HOSTILE[5]], dtype=torch.int64)
@@ -41,7 +41,7 @@ def test_slots_outside_of_the_cache_are_passed_over(arch):
     assert torch.equal(got[2], want[2]) and torch.equal(got[3], want[3])
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_tokens_that_lie_in_the_cache_are_read_before_they_are_overwritten(arch):
     args = given("apart", R=3)
     pages = args[2]
@@ -52,7 +52,7 @@ def test_tokens_that_lie_in_the_cache_are_read_before_they_are_overwritten(arch)
     assert torch.equal(pages[0, 1:4], want)
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("odd", ["key", "cache"])
 def test_addresses_that_vectors_do_not_reach(arch, odd):
     """The plan knows strides, not where memory begins."""
@@ -71,7 +71,7 @@ def test_addresses_that_vectors_do_not_reach(arch, odd):
     assert torch.equal(args[2], want[2]) and torch.equal(args[3], want[3])
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("scales", ["none", "one", "heads"])
 def test_codes_are_those_that_decode_reads(arch, scales):
     """Quotients rounded to nearest, ties to even, and 448 for what is more."""

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.simulator, pytest.mark.filterwarnings("ignore"), pytes
 op = torch.ops.attnkit.rope_kv_cache_write
 ROWS = [("none", 64, 24), ("fp8", 192, 64), ("nvfp4", 72, 56), ("mxfp4", 544 + 64, 64)]
 HOSTILE = (-(2**31), -2, -1, 9, 10, 2**31 - 1)  # of a cache of nine rows
-PLACES = ("sm90", "metal")
+ARCHS = ("sm90", "metal")
 
 
 def given(row, tokens, heads=3, dtype=torch.bfloat16, slots=9):
@@ -42,7 +42,7 @@ def near(got, want):
 @pytest.mark.parametrize("before", [0, 8, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=str)
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_rows_are_written_to_the_bit_and_nothing_else_is_touched(arch, row, dtype, before):
     args, kwargs = given(row, 7, dtype=dtype)
     args[3][2] = -1
@@ -59,7 +59,7 @@ def test_rows_are_written_to_the_bit_and_nothing_else_is_touched(arch, row, dtyp
 
 @pytest.mark.parametrize("integer", [torch.int32, torch.int64])
 @pytest.mark.parametrize("row", ROWS[:2], ids=str)
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_slots_that_no_cache_has_are_passed_over(arch, row, integer):
     """A CPU refuses them. A kernel cannot look before it runs; q is normed and rotated all the same."""
     far = (2**40, -(2**40), 2**63 - 1) if integer == torch.int64 else ()
@@ -73,7 +73,7 @@ def test_slots_that_no_cache_has_are_passed_over(arch, row, integer):
     assert torch.equal(args[2], wanted)
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_q_and_keys_may_lie_in_the_cache_itself(arch):
     """More rows than run at once, each to the place of the next."""
     cache, heads = torch.randn(300, 16), 2
@@ -87,7 +87,7 @@ def test_q_and_keys_may_lie_in_the_cache_itself(arch):
     assert torch.equal(cache, wanted)
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ARCHS)
 def test_what_no_kernel_takes_is_refused_in_words(arch):
     with checked_refusal(arch):
         for row, words in (
@@ -135,5 +135,5 @@ def test_few_heads_have_a_warp_each_and_many_share_one():
     assert wide(problem(4096, 1)).heads == 1
     assert wide(problem(1, 64)) == plan.RopeConfig(1, 1, q=8, kv=8, angles=4, codes=8, rope=8)
     assert wide(problem(2, 64, step=4)).q == 4 and wide(problem(2, 64, step=1)).q == 1
-    assert wide(problem(2, 64, ("none", 512, 64))).numbers == 8
-    assert wide(problem(2, 64, ("none", 512, 64), torch.float32)).numbers == 4
+    assert wide(problem(2, 64, ("none", 512, 64))).dense == 8
+    assert wide(problem(2, 64, ("none", 512, 64), torch.float32)).dense == 4

@@ -66,8 +66,8 @@ def test_keys_may_lie_anywhere(step, at):
     for dtype, D in ((E4M3, 128), (torch.bfloat16, 64)):
         q, k, w = (integers(gen, *shape) for shape in ((3, 7, D), (2, 90, D), (3, 7)))
         q, scale = q.repeat(2, 1, 1).to(dtype), (torch.ones(2, 90, 1),)
-        room = torch.full((2 * 90 * step + 8,), torch.nan).to(dtype)
-        keys = room[at : at + 2 * 90 * step].view(2, 90, step)[..., :D]
+        storage = torch.full((2 * 90 * step + 8,), torch.nan).to(dtype)
+        keys = storage[at : at + 2 * 90 * step].view(2, 90, step)[..., :D]
         keys.copy_(k.to(dtype))
         args = q, keys, w.repeat(2, 1), torch.tensor([90, 3, 0, 1, 89, 90], dtype=torch.int32)
         kwargs = dict(format="fp8") if dtype == E4M3 else {}

@@ -75,15 +75,17 @@ def test_keys_on_their_way_fit_beside_the_queries(tokens, heads, row, blocks):
 def test_a_warpgroup_has_no_more_sums_than_registers():
     """A product of 64 keys has half a register a column; keys, weights and addresses take 100 at most."""
     for heads, itemsize in ((64, 1), (64, 2), (128, 1), (128, 2), (1, 1)):
-        consumers, tiles, together = plan.shape(heads, itemsize, q_scale=False)
-        config = plan.Config("", "", "", heads, 128, 2, False, False, False, False, 16, consumers, tiles, together)
+        consumers, tiles, tokens_per_mma = plan.shape(heads, itemsize, q_scale=False)
+        config = plan.Config(
+            "", "", "", heads, 128, 2, False, False, False, False, 16, consumers, tiles, tokens_per_mma
+        )
         own, others = config.registers
-        assert tiles * together * config.columns // 2 + (heads > 64 or itemsize == 2) * 64 <= own - 40
+        assert tiles * tokens_per_mma * config.columns // 2 + (heads > 64 or itemsize == 2) * 64 <= own - 40
         assert consumers * own + others <= (64 << 10) // config.threads // 8 * 8 * (consumers + 1)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "requests", "entries", "room"),
+    ("tokens", "requests", "entries", "capacity"),
     [
         (1, 1, 8192, 128),  # a tile for each of 64 blocks
         (1, 1, 262144, 2048),
@@ -93,13 +95,13 @@ def test_a_warpgroup_has_no_more_sums_than_registers():
         (2, 2, 65536, 0),
     ],
 )
-def test_scores_stay_in_shared_memory_where_there_is_room(tokens, requests, entries, room):
+def test_scores_stay_in_shared_memory_where_there_is_room(tokens, requests, entries, capacity):
     given = problem(tokens, requests, entries)
     each = plan.tokens_of_request(given)
     stages = plan.stream_stages(each, given.heads, given.dim)
     stream = plan.StreamConfig("f8e4m3", "f8e4m3", "bf16", given.heads, given.dim, each, stages, 1, True, False, True)
     blocks = min(SMS, -(-entries // plan.TILE))
     found = plan.selects(given, stream, blocks)
-    assert (found.room if found else 0) == room
+    assert (found.capacity if found else 0) == capacity
     if found:
-        assert found.shared <= 227 << 10 and blocks * room >= entries
+        assert found.shared <= 227 << 10 and blocks * capacity >= entries

@@ -150,9 +150,9 @@ def test_scales_that_are_not_copied_by_four_do_not_stream():
     """At an odd address, or with odd steps."""
     q, k, weights, k_len = inputs(T=2)
     (q, q_scale), (k, k_scale) = mxfp4.quantize(q), mxfp4.quantize(k)
-    room = torch.zeros(k_scale.numel() + 1, dtype=torch.uint8)
+    storage = torch.zeros(k_scale.numel() + 1, dtype=torch.uint8)
     wide, names = torch.nn.functional.pad(k_scale, (0, 1))[..., :4], []
-    for scale in (k_scale, room[1:].view_as(k_scale).copy_(k_scale), wide):
+    for scale in (k_scale, storage[1:].view_as(k_scale).copy_(k_scale), wide):
         args = (q, k, weights, k_len, None, None, q_scale, scale)
         got, launches = simulated(*args, format="mxfp4")
         names.append(launches[-1].kernel)
@@ -176,8 +176,8 @@ def test_pages_and_lengths_that_are_refused_on_the_cpu_lead_nowhere_where_keys_s
 def test_keys_that_tma_cannot_read_do_not_stream():
     """The same signature with keys at an address that is no multiple of 16 bytes."""
     q, k, weights, k_len = inputs(T=2)
-    room = torch.zeros(k.numel() + 1, dtype=torch.bfloat16)
-    odd = room[1:].view_as(k).copy_(k)
+    storage = torch.zeros(k.numel() + 1, dtype=torch.bfloat16)
+    odd = storage[1:].view_as(k).copy_(k)
     args = (q.bfloat16(), k.bfloat16(), weights, k_len)
     names = []
     for keys in (args[1], odd):

@@ -26,10 +26,10 @@ def simulated(args, seed=0, **kwargs):
 def inputs(T, S, H=4, by=2, seed=0, k_len=None):
     """Small integers in E4M3, whose scores are exact: the smaller ``by``, the more of them tie."""
     gen = torch.Generator().manual_seed(seed)
-    draw = lambda most, *shape: torch.randint(-most, most + 1, shape, generator=gen).float()
-    q, k = (draw(by, *shape).to(torch.float8_e4m3fn) for shape in ((T, H, 128), (1, S, 128)))
+    integers = lambda most, *shape: torch.randint(-most, most + 1, shape, generator=gen).float()
+    q, k = (integers(by, *shape).to(torch.float8_e4m3fn) for shape in ((T, H, 128), (1, S, 128)))
     lengths = torch.tensor((k_len or [S] * T), dtype=torch.int32)
-    return q, k, draw(30 * by, T, H), lengths, None, None, None, 1 + draw(1, 1, S, 1).abs()
+    return q, k, integers(30 * by, T, H), lengths, None, None, None, 1 + integers(1, 1, S, 1).abs()
 
 
 @pytest.mark.sample(3)

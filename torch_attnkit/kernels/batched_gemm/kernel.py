@@ -61,7 +61,7 @@ class MmaGemm:
         rSum.fill(0.0)
         for tile in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
-            cute.arch.barrier()  # this tile is there for all, and nobody reads the one before any more
+            cute.arch.barrier()  # this tile is visible to all, and the previous one is no longer read
             ahead = tile + (stages - 1)
             if ahead < count:
                 self.load(mX, mWeight, group, first_t, first_n, ahead, ring + ahead % stages * c.stage_bytes)

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Problem:
-    """``out[t, g] = weight[g] @ x[t, g]`` for T tokens of G groups: K numbers each to N."""
+    """``out[t, g] = weight[g] @ x[t, g]`` for T tokens of G groups: K elements each to N."""
 
     device: torch.device
     dtype: torch.dtype  # of x and of the weights

@@ -103,15 +103,15 @@ class _DenseRows:
         )
 
     @cute.kernel
-    def kernel(self, mNumbers: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor):
+    def kernel(self, mDense: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor):
         c, end = self.c, const_expr(self.head_dim)
         row, inside, slot, found = row_of_warp(mSlot, mCache, c.warps)
-        numbers = mNumbers.iterator + row * mNumbers.stride[0]
+        dense = mDense.iterator + row * mDense.stride[0]
         cached = mCache.iterator + slot * mCache.stride[0]
-        source, readable, target, writable = numbers, inside, cached, found
-        dtype, out_dtype = mNumbers.element_type, mCache.element_type
+        source, readable, target, writable = dense, inside, cached, found
+        dtype, out_dtype = mDense.element_type, mCache.element_type
         if const_expr(self.gather):
-            source, readable, target, writable = cached, found, numbers, inside
+            source, readable, target, writable = cached, found, dense, inside
             dtype, out_dtype = out_dtype, dtype
         step = const_expr(LANES * c.width)
         for first in cutlass.range(cute.arch.lane_idx() * c.width, end, step * c.vectors, unroll=1):
@@ -158,18 +158,18 @@ class RowEncoder:
         )
 
     @cute.kernel
-    def kernel(self, mNumbers: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor, mGlobal: cute.Tensor | None):
+    def kernel(self, mDense: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor, mGlobal: cute.Tensor | None):
         c, dim, nope, layout = self.c, self.row.head_dim, self.row.nope_dim, self.layout
         lane = cute.arch.lane_idx()
         row, inside, slot, found = row_of_warp(mSlot, mCache, c.warps)
-        source = mNumbers.iterator + row * mNumbers.stride[0]
+        source = mDense.iterator + row * mDense.stride[0]
         target = mCache.iterator + slot * mCache.stride[0]
         gs = None
         if const_expr(mGlobal is not None):
             gs = copies.scalar(mGlobal.iterator)
         for iteration in cutlass.range(-(-dim // (LANES * CELL)), unroll=1):
             first = (iteration * LANES + lane) * CELL
-            rX = zeros(CELL, mNumbers.element_type)
+            rX = zeros(CELL, mDense.element_type)
             if inside:
                 load_part(source, rX, c.width, first, dim)
             if const_expr(nope > 0):
@@ -241,12 +241,12 @@ class _RowDecoder:
         )
 
     @cute.kernel
-    def kernel(self, mNumbers: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor, mGlobal: cute.Tensor | None):
+    def kernel(self, mDense: cute.Tensor, mCache: cute.Tensor, mSlot: cute.Tensor, mGlobal: cute.Tensor | None):
         c, dim, nope, layout = self.c, self.row.head_dim, self.row.nope_dim, self.layout
         bits = const_expr(self.decoder.bits)
         row, inside, slot, found = row_of_warp(mSlot, mCache, c.warps)
         source = mCache.iterator + slot * mCache.stride[0]
-        target = mNumbers.iterator + row * mNumbers.stride[0]
+        target = mDense.iterator + row * mDense.stride[0]
         gs = None
         if const_expr(mGlobal is not None):
             gs = self.decoder.divisor(copies.scalar(mGlobal.iterator))

@@ -34,7 +34,7 @@ def writer(problem: Problem, target: Target) -> Callable[[Operands], None]:
 
     def launch(operands: Operands) -> None:
         o = operands
-        run(o._replace(numbers=_apart(o.numbers, span, o.cache, cache_span)))
+        run(o._replace(dense=_apart(o.dense, span, o.cache, cache_span)))
 
     return launch
 
@@ -62,7 +62,7 @@ def _launcher(p: Problem, target: Target, *, gather: bool) -> Callable[[Operands
                 config=astuple(config),
                 **signature,
             )
-            return lambda numbers, cache, slot, global_scale: run(numbers, cache, slot)
+            return lambda dense, cache, slot, global_scale: run(dense, cache, slot)
         config = plan.encoded(p.row, width, align, p.rows, sms)
         write, read = trace_write, trace_gather
         signature |= dict(global_scale=p.global_scale, align=align, config=astuple(config))
@@ -77,7 +77,7 @@ def _launcher(p: Problem, target: Target, *, gather: bool) -> Callable[[Operands
 
     def launch(operands: Operands) -> None:
         run = wide
-        if operands.numbers.data_ptr() & odd | operands.cache.data_ptr() & cache_odd:
+        if operands.dense.data_ptr() & odd | operands.cache.data_ptr() & cache_odd:
             if not narrow:
                 narrow.append(compiled(1, 1))
             run = narrow[0]
@@ -154,8 +154,8 @@ def rope_launcher(problem: RopeProblem, target: Target) -> Callable[[RopeOperand
     def launch(o: RopeOperands) -> None:
         o = o._replace(q=_apart(o.q, head, o.cache, cached), kv=_apart(o.kv, key, o.cache, cached))
         run, angles = wide, o.cos.data_ptr() | o.sin.data_ptr()
-        places = o.q.data_ptr(), o.kv.data_ptr(), o.cache.data_ptr(), angles
-        if any(place & odd for place, odd in zip(places, odds, strict=True)):
+        addresses = o.q.data_ptr(), o.kv.data_ptr(), o.cache.data_ptr(), angles
+        if any(address & odd for address, odd in zip(addresses, odds, strict=True)):
             if not narrow:
                 narrow.append(compiled(plan.RopeConfig(config.warps, config.heads), 1))
             run = narrow[0]

@@ -26,7 +26,7 @@ def writer(source: str, problem: Problem, target: Target) -> Callable[[Operands]
     run = _launcher(source, p, target, "write_rows")
 
     def launch(o: Operands) -> None:
-        run(o._replace(numbers=o.numbers.clone()) if _share(o.numbers, o.cache) else o)
+        run(o._replace(dense=o.dense.clone()) if _share(o.dense, o.cache) else o)
 
     return launch
 
@@ -37,12 +37,12 @@ def gatherer(source: str, problem: Problem, target: Target) -> Callable[[Operand
     if p.rows * p.row.head_dim == 0:
         return lambda operands: None
     if p.slots == 0:
-        return lambda operands: _zero(operands.numbers)
+        return lambda operands: _zero(operands.dense)
     return _launcher(source, p, target, "gather_rows")
 
 
-def _zero(numbers: torch.Tensor) -> None:
-    numbers.zero_()
+def _zero(dense: torch.Tensor) -> None:
+    dense.zero_()
 
 
 def _launcher(source: str, p: Problem, target: Target, kernel: str) -> Callable[[Operands], None]:
@@ -66,12 +66,12 @@ def _launcher(source: str, p: Problem, target: Target, kernel: str) -> Callable[
     variant(CELL if all(step % CELL == 0 for step in steps) else 1, not row.plain and p.cache_step % WORD == 0)
 
     def launch(o: Operands) -> None:
-        step = o.numbers.stride(0) if p.rows > 1 else 0  # of a copy not the problem's
-        wide = even(o.numbers, (step,), CELL) and (not row.plain or even(o.cache, (p.cache_step,), CELL))
+        step = o.dense.stride(0) if p.rows > 1 else 0  # of a copy not the problem's
+        wide = even(o.dense, (step,), CELL) and (not row.plain or even(o.cache, (p.cache_step,), CELL))
         run = variant(CELL if wide else 1, not row.plain and even(o.cache, (p.cache_step,), WORD))
         scale = 1.0 if o.global_scale is None else o.global_scale
         shape = [p.rows, p.slots, step, p.cache_step]
-        run((o.numbers, o.cache, o.slot, scale, shape))
+        run((o.dense, o.cache, o.slot, scale, shape))
 
     return launch
 

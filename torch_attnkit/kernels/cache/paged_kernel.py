@@ -56,20 +56,20 @@ class _PagedWriter:
         slot = Int64(copies.scalar(mSlot.iterator + Int64(token)))
         if (slot >= 0) & (slot < Int64(mKcache.shape[0]) * mKcache.shape[1]):
             page = Int32(slot) // Int32(mKcache.shape[1])
-            place = Int32(slot) - page * Int32(mKcache.shape[1])
+            entry = Int32(slot) - page * Int32(mKcache.shape[1])
             if side == 0:
-                self.write(mK, mKcache, mKscale, token, page, place, self.dims[0])
+                self.write(mK, mKcache, mKscale, token, page, entry, self.dims[0])
             else:
-                self.write(mV, mVcache, mVscale, token, page, place, self.dims[1])
+                self.write(mV, mVcache, mVscale, token, page, entry, self.dims[1])
 
     @cute.jit
     def write(
-        self, mX: cute.Tensor, mCache: cute.Tensor, mScale: cute.Tensor | None, token: Int32, page: Int32, place: Int32,
+        self, mX: cute.Tensor, mCache: cute.Tensor, mScale: cute.Tensor | None, token: Int32, page: Int32, entry: Int32,
         dim: cutlass.Constexpr,
     ):  # fmt: skip
         """All heads of a token, of ``dim`` channels each."""
         source = mX.iterator + Int64(token) * mX.stride[0]
-        target = mCache.iterator + (Int64(page) * mCache.stride[0] + Int64(place) * mCache.stride[1])
+        target = mCache.iterator + (Int64(page) * mCache.stride[0] + Int64(entry) * mCache.stride[1])
         end, width = const_expr(self.heads * dim), const_expr(self.width)
         for at in cutlass.range(cute.arch.thread_idx()[0] * width, end, self.threads * width, unroll=1):
             head = at // dim

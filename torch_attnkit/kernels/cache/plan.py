@@ -80,7 +80,7 @@ _ALONE, _SHARE = 32, 2
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Elements of a vector of ``q``, ``kv``, ``angles`` and dense cache rows (``numbers``); parts of an encoded row are
+    """Elements of a vector of ``q``, ``kv``, ``angles`` and dense cache rows (``dense``); parts of an encoded row are
     moved ``codes`` and ``rope`` bytes at a time."""
 
     warps: int
@@ -88,7 +88,7 @@ class RopeConfig:
     q: int = 1
     kv: int = 1
     angles: int = 1
-    numbers: int = 1
+    dense: int = 1
     codes: int = 1
     rope: int = 1
 
@@ -116,8 +116,8 @@ def rope(p: RopeProblem, sms: int) -> RopeConfig:
     q, kv = (_most(k.dtype.itemsize, *steps) for steps in (p.q, (k.step,)))
     angles = min(VECTOR // 2, _most(p.angle_dtype.itemsize, *p.angles))
     if k.row.plain:
-        numbers = _most(k.cache_dtype.itemsize, k.cache_step)
-        return RopeConfig(c.warps, c.heads, q, kv, angles, numbers)
+        dense = _most(k.cache_dtype.itemsize, k.cache_step)
+        return RopeConfig(c.warps, c.heads, q, kv, angles, dense)
     pieces = encoded(k.row, kv, align(k), k.rows, sms)
     return RopeConfig(c.warps, c.heads, q, kv, angles, codes=pieces.codes, rope=pieces.rope)
 
@@ -130,7 +130,7 @@ def _most(itemsize: int, *steps: int) -> int:
 def alignments(p: RopeProblem, c: RopeConfig) -> tuple[int, ...]:
     """Alignment in bytes of q, kv, the cache and the angles that ``rope`` assumes."""
     k = p.keys
-    cache = c.numbers * k.cache_dtype.itemsize if k.row.plain else align(k)
+    cache = c.dense * k.cache_dtype.itemsize if k.row.plain else align(k)
     return c.q * k.dtype.itemsize, c.kv * k.dtype.itemsize, cache, c.angles * p.angle_dtype.itemsize
 
 

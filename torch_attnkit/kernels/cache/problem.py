@@ -50,12 +50,12 @@ class Problem:
 
     row: Row
     device: torch.device
-    dtype: torch.dtype  # of the numbers outside the cache
+    dtype: torch.dtype  # of the dense rows
     cache_dtype: torch.dtype
     slot_dtype: torch.dtype
     rows: int
     slots: int  # rows of the cache
-    step: int  # elements from one row of numbers to the next, 0 if there is none
+    step: int  # elements from one dense row to the next, 0 if there is none
     cache_step: int  # the same of the cache
     global_scale: bool = False
 
@@ -63,7 +63,7 @@ class Problem:
 class Operands(NamedTuple):
     """The tensors of one launch."""
 
-    numbers: torch.Tensor  # (R, D)
+    dense: torch.Tensor  # (R, D)
     cache: torch.Tensor  # (Nc, Rb)
     slot: torch.Tensor  # (R)
     global_scale: torch.Tensor | None  # ()
@@ -77,7 +77,7 @@ MOST_CHANNELS = 1024  # of a head, which stays in the registers of a warp
 class RopeProblem:
     """Heads of q, normalised and rotated; keys, rotated and written to a cache."""
 
-    keys: Problem  # rows of numbers to rows of a cache, one a token
+    keys: Problem  # dense rows to rows of a cache, one a token
     heads: int
     pairs: int  # of the last channels of heads and keys, rotated
     angle_dtype: torch.dtype

@@ -141,7 +141,7 @@ class _RopeWriter:
                 angles = self.angles(mCos, mSin, row, col, VECTOR, v * _WARP_CHANNELS)
                 self.rotate(rX[v], col, angles)
                 if found:
-                    store_part(rX[v], target, c.numbers, col, dim)
+                    store_part(rX[v], target, c.dense, col, dim)
 
     @cute.jit
     def encode_key(

@@ -121,7 +121,7 @@ def trace(
     global_scale: bool,
     config: tuple[int, ...],
 ) -> tuple[Any, list[Any]]:
-    """``groups`` is the number of batch axes after merging; ``dense``: 128x4 scales have no room between rows."""
+    """``groups`` is the number of batch axes after merging; ``dense``: 128x4 scales have no padding between rows."""
     c = Config(*config)
     steps = (Int64(0),) * groups
     arguments = [

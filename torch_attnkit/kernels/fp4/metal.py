@@ -1,4 +1,4 @@
-"""FP4 on Metal: a thread has a cell of eight numbers, the lanes of a block agree on its scale. Bound by memory."""
+"""FP4 on Metal: a thread has a cell of eight elements, the lanes of a block agree on its scale. Bound by memory."""
 
 from __future__ import annotations
 

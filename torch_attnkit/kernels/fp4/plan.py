@@ -14,7 +14,7 @@ CODES = 8  # of a dequantising thread
 _WARP = 32
 TILE = 512  # scales of a (128, 4) tile
 _BYTES = 64  # of a thread's loads on their way, with 1024 threads as much as a multiprocessor's share of the latency
-_SMALL = 1 << 20  # numbers of a call below which threads matter more than what each has on its way
+_SMALL = 1 << 20  # elements of a call below which more threads help more than more loads in flight per thread
 
 
 @dataclass(frozen=True)

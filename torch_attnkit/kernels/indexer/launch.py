@@ -43,7 +43,7 @@ def _fused(problem: Selection, config: Any, blocks: int, target: Target) -> Call
     p = problem.scores
     run = compile.launcher(
         target, p.device, hopper.trace_select,
-        config=(*astuple(config.stream), config.room),
+        config=(*astuple(config.stream), config.capacity),
     )  # fmt: skip
     read = hopper.queries(p, target)
     workspace = Workspace(p.device, config.sums + 2 * blocks * p.tokens, 2 * hopper_plan.LINE)

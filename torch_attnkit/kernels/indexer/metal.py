@@ -16,13 +16,13 @@ from torch_attnkit.mps import library
 
 from .problem import Operands, Problem, Selection, SelectOperands
 
-# Stored elements of a head by format: 64 or 128 numbers, of MXFP4 two in a byte.
+# Stored elements of a head by format: 64 or 128, of MXFP4 two in a byte.
 DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 KERNEL = "index_scores"
 _FORMATS = ("none", "fp8", "mxfp4")
-# In which all numbers of a format are exact: E4M3 has 4 bits and 2^-9 to 448, MXFP4 the exponents of bfloat.
+# Type that represents every value of a format exactly: E4M3 has 4 bits and 2^-9 to 448, MXFP4 the exponents of bfloat.
 _PRODUCTS = {"fp8": torch.float16, "mxfp4": torch.bfloat16}
-_OWN_NUMBERS = 2048  # of a simdgroup's keys, which lanes have in 32 registers each
+_REGISTER_ELEMENTS = 2048  # of a simdgroup's keys, which lanes have in 32 registers each
 _SIMDGROUPS = 8
 _HEADS = 32  # HEADS of the kernel
 _ENOUGH = 512  # threadgroups that keep the largest chips busy: 80 cores with a few each
@@ -44,7 +44,7 @@ class Steps:
 
 def blocks_of(dim: int) -> int:
     """Blocks of 8 keys of a simdgroup."""
-    return _OWN_NUMBERS // (8 * dim)
+    return _REGISTER_ELEMENTS // (8 * dim)
 
 
 def threadgroup_bytes(dim: int) -> int:

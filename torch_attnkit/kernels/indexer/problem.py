@@ -24,7 +24,7 @@ class Problem:
     requests: int
     entries: int
     heads: int
-    dim: int  # numbers of a head
+    dim: int  # elements of a head
     q: Layout
     q_scale_steps: tuple[int, ...]  # strides of the scales of q but the last
     k_steps: tuple[int, ...]  # strides of k but the last

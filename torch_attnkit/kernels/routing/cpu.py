@@ -14,7 +14,7 @@ import torch
 from torch_attnkit import cpu
 from torch_attnkit.oracle.routing import FAR, NOTHING, TINY
 
-_FEW = 1024  # numbers that Python looks at in less time than three calls of PyTorch
+_FEW = 1024  # elements that Python looks at in less time than three calls of PyTorch
 
 _FEW_LOGITS = 4096  # for which one pass in scalar code takes 40 us
 

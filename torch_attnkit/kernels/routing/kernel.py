@@ -51,7 +51,7 @@ class _Largest:
         )
 
     def row(self, mLogits: Any) -> tuple[Any, Any, Any]:
-        """The number of this warp's row, whether there is one, and where it lies: past the end, the last again."""
+        """(row of this warp, whether it is in range, pointer to it); past the end the pointer is that of the last row."""
         block, _, _ = cute.arch.block_idx()
         row = Int64(block) * self.c.warps + cute.arch.warp_idx()
         at = cutlass.min(row, Int64(mLogits.shape[0]) - 1)
@@ -146,7 +146,7 @@ class _Resident(_Largest):
         return keys
 
     def present(self, expert: Any, value: Any, otherwise: Any) -> Any:
-        """``value`` for an expert that there is."""
+        """``value`` for a valid expert."""
         return value if self.c.even else cutlass.select_(expert < self.c.experts, value, otherwise)
 
     def rounds(self, keys: list[Any], lane: Any) -> tuple[Any, Any, Any]:

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32
 
 from torch_attnkit.cuda.warp_ops import LOG2_E, exp2, fma
 
-NONE = -(2**31)  # below the key of every number: an expert that is not there, or has been chosen
+NONE = -(2**31)  # below every key: a missing expert, or one that has been chosen
 LAST = 2**31 - 1
 TINY = 1e-20  # added to a sum that weights are divided by: nothing but zeros stay zeros
 _LN_2 = 0.693147182464599609375  # float32, and the rest of it
@@ -64,5 +64,5 @@ def largest(key: Int32) -> Int32:
 
 
 def trailing_zeros(bits: Int32) -> Int32:
-    """The place of the lowest bit that is set, or 32."""
+    """Index of the lowest set bit, or 32."""
     return cute.arch.popc(~bits & (bits - 1))

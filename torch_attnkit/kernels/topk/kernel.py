@@ -29,7 +29,7 @@ from torch_attnkit.cuda.ring import Fixed
 from .plan import LANES, Config
 from .radix_histogram import BITS, Histogram
 
-_NONE = 0xFF800000  # the key of -inf, NaN and an entry that is not there: above all others, and the first of a bin
+_NONE = 0xFF800000  # the key of -inf, NaN and a missing entry: above all others, and the first of a bin
 _FEW = 8  # chosen of 32 scores, up to which each lane stores its own
 _PLUS = 0x7FFFFFFF  # the key of 0 and of no lesser number
 # Leading bits of a key that passes look at: scores of 16 bits differ in 19 at most.
@@ -335,8 +335,8 @@ class _TopK(Fixed):
             tied = self.in_order(equal)
             n = ones(tied)
             upto = warp_scan.up_to_lane(n)
-            room = cutlass.max(quota - (ties + upto - n), Int32(0))
-            while ones(tied) > room:
+            allowed = cutlass.max(quota - (ties + upto - n), Int32(0))
+            while ones(tied) > allowed:
                 tied = tied & ~(Uint32(1) << Uint32(31 - cute.arch.clz(Int32(tied))))
             word |= tied
             ties += cute.arch.shuffle_sync(upto, LANES - 1)

@@ -170,7 +170,7 @@ class Histogram(Fixed):
 
     @cute.jit
     def totals(self, own: Any, rank: Int32):
-        """Sums of each CTA's two numbers: over the CTAs before this one, and over all of the cluster."""
+        """Sums of each CTA's two counts: over the CTAs before this one, and over all of the cluster."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         barrier = self.barriers + 2 * self.passes
         if warp == 0:

@@ -80,7 +80,7 @@ class Smem(Fixed):
     sColumns: cute.Tensor  # (columns, bytes, stages)
     scale_at: Int32  # of a stage the tiles of the rows, then those of the columns
     sums_at: Int32  # of a cluster's block: float32 (columns, 128)
-    base: cute.Pointer  # the allocator of tensor memory writes there
+    base: cute.Pointer  # tcgen05.alloc writes the first column here
 
 
 class BlockScaledGemm:

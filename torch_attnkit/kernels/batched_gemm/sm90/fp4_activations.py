@@ -22,7 +22,7 @@ from ...grouped_gemm.arguments import Matrices
 from ...grouped_gemm.problem import BLOCK, SPAN
 from ...grouped_gemm.sm90.permute import Spans
 
-_TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their numbers
+_TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their values
 _EACH = 32  # elements of a row that a lane has
 
 

@@ -48,7 +48,7 @@ class Fp4Smem(Fixed):
 
     ring: Ring  # of the first 64 rows; the next rows' barriers follow
     sW: cute.Tensor  # (64 rows, bytes, stages of all rows)
-    tokens: Int32  # address of (tokens, numbers of the slice); then of sums, (parts, tokens, rows) of float32
+    tokens: Int32  # address of (tokens, elements of the slice); then of sums, (parts, tokens, rows) of float32
 
 
 class Fp4Mma:
@@ -111,7 +111,7 @@ class Fp4Mma:
         rSum = self._sums()
         rSum.fill(0.0)
         self._multiply(rSum, mO, mScale, weights, loads, tile, first, boxes, shared, warp)
-        cute.arch.barrier()  # sums stand where tokens stood
+        cute.arch.barrier()  # sums alias the tokens' buffer
         self._store_sums(rSum, shared.tokens, warp)
         self._sync()
         self._reduce(mOGlobal, mWeightGlobal, mOut, tile, slice_, shared.tokens)

@@ -125,7 +125,7 @@ class Fp4Wgmma:
         numbers: tuple[Int32, Int32, Int32, Int32],
         stream: Any,
     ):
-        """``numbers``: how the weights' scales stand in memory (``grouped_gemm/problem.py``), most tokens of a work
+        """``numbers``: layout of the weights' scales (``grouped_gemm/problem.py``), most tokens of a work
         tile, and blocks of either launch."""
         kind, columns, prepare_blocks, blocks = numbers
         self.prepare(mO, mScale, mOGlobal, mWeightGlobal, mX, mFactor).launch(

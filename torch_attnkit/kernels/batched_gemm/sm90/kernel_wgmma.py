@@ -40,7 +40,7 @@ class TmaTensor(NamedTuple):
     """A tensor for TMA."""
 
     atom: cute.CopyAtom
-    rows: cute.Tensor  # (rows, numbers, G)
+    rows: cute.Tensor  # (rows, elements, G)
 
 
 class TmaTensors(NamedTuple):

@@ -292,7 +292,7 @@ def _fp4_clocks(p: Fp4Problem, sms: int, width: int) -> int:
 
 
 def scale_kind(problem: Fp4Problem) -> int:
-    """How the weights' scales stand."""
+    """Layout of the weights' scales."""
     return LINEAR if problem.scale_layout == "linear" else CONTIGUOUS
 
 

@@ -97,8 +97,8 @@ def weight_tma(config: Config, flags: Flags, weights: Matrices) -> TmaLoads:
     tile, op = swizzled(cute.make_layout(box, stride=box_steps)), Cluster(config).load("weights")
     if config.unpacked:
         pointer = cute.recast_ptr(packed.iterator, dtype=Float4E2M1FN)
-        numbers = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
-        return TmaLoads(*cpasync.make_tiled_tma_atom(op, numbers, tile, box, internal_type=Int8))
+        elements = cute.make_tensor(pointer, cute.recast_layout(4, 8, layout))
+        return TmaLoads(*cpasync.make_tiled_tma_atom(op, elements, tile, box, internal_type=Int8))
     return TmaLoads(*cpasync.make_tiled_tma_atom(op, cute.make_tensor(packed.iterator, layout), tile, box))
 
 

@@ -39,10 +39,10 @@ class SharedMemory(Fixed):
 
     queries: Ring
     sums: Ring  # a stage is a buffer of all tiles: each tile has barriers of its own
-    keys: cute.Pointer  # mbarrier: keys are there
-    base: cute.Pointer  # the allocator of tensor memory writes there
+    keys: cute.Pointer  # mbarrier: keys have arrived
+    base: cute.Pointer  # tcgen05.alloc writes the first column here
     tokens: Tokens
-    sQ: cute.Tensor  # (columns, numbers, boxes of all stages): of a stage the first boxes of all tokens, then the next
+    sQ: cute.Tensor  # (columns, elements, boxes of all stages): of a stage the first boxes of all tokens, then the next
     keys_at: Int32  # of a tile the first boxes of all rows, then the next
     key_scales_at: Int32  # of MXFP4: a tile each
     query_scales_at: Int32  # a tile a stage
@@ -98,10 +98,10 @@ class Scores(Fixed):
 
     def _box(self) -> cute.Layout:
         """TMA box of a token: (columns, elements)."""
-        elements = self._numbers()
+        elements = self._box_elements()
         return cute.make_layout((self.c.columns, elements), stride=(elements, 1))
 
-    def _numbers(self) -> int:
+    def _box_elements(self) -> int:
         """Elements of a box."""
         return self.c.box_bytes * 8 // self.dtype.width
 
@@ -125,15 +125,15 @@ class Scores(Fixed):
         cute.arch.barrier()
         tmem.after_sync()
         count = shared.tokens.sCount[0]
-        turns = (count + (c.together - 1)) // c.together
+        iterations = (count + (c.tokens_per_mma - 1)) // c.tokens_per_mma
         if warp < c.consumer_warps:
             if count > 0:
-                self._consume(t, shared, request, start, count, turns, warp)
+                self._consume(t, shared, request, start, count, iterations, warp)
         elif warp == c.consumer_warps:
-            self._produce(t, shared, atom, rows, turns)
+            self._produce(t, shared, atom, rows, iterations)
         elif warp == c.consumer_warps + 1:
             if count > 0:
-                self._multiply(shared, turns)
+                self._multiply(shared, iterations)
         else:
             self._clear(t, shared, start)
         tmem.before_sync()
@@ -157,9 +157,9 @@ class Scores(Fixed):
         found = tokens.allocate(memory)
         box = self._box()
         elements = cute.size(box)
-        layout = cute.append(box, cute.make_layout(c.stages * c.together * c.boxes, stride=elements))
+        layout = cute.append(box, cute.make_layout(c.stages * c.tokens_per_mma * c.boxes, stride=elements))
         sQ = memory.allocate_tensor(self.dtype, layout, 1024, swizzle=self._swizzle())
-        room = lambda nbytes, align: memory.allocate(nbytes, align).toint()
+        reserve = lambda nbytes, align: memory.allocate(nbytes, align).toint()
         factor_bytes = c.stages * c.wide * 4
         return SharedMemory(
             **made,
@@ -167,11 +167,11 @@ class Scores(Fixed):
             base=base,
             tokens=found,
             sQ=sQ,
-            keys_at=room(KEYS * c.row_bytes, 1024),
-            key_scales_at=room(TILES * block_scaled.TILE_BYTES if c.four else 16, 128),
-            query_scales_at=room(c.stages * block_scaled.TILE_BYTES if c.four else 16, 128),
-            weights_at=room(factor_bytes, 16),
-            factors_at=room(factor_bytes if c.q_scale else 16, 16),
+            keys_at=reserve(KEYS * c.row_bytes, 1024),
+            key_scales_at=reserve(TILES * block_scaled.TILE_BYTES if c.four else 16, 128),
+            query_scales_at=reserve(c.stages * block_scaled.TILE_BYTES if c.four else 16, 128),
+            weights_at=reserve(factor_bytes, 16),
+            factors_at=reserve(factor_bytes if c.q_scale else 16, 16),
         )
 
     @cute.jit
@@ -185,72 +185,72 @@ class Scores(Fixed):
                 t.mScores[token, entry] = -Float32.inf
 
     @cute.jit
-    def _produce(self, t: Tensors, shared: SharedMemory, atom: cute.CopyAtom, rows: cute.Tensor, turns: Int32):
+    def _produce(self, t: Tensors, shared: SharedMemory, atom: cute.CopyAtom, rows: cute.Tensor, iterations: Int32):
         """One warp: Q, weights and q scales of each MMA; the next one's weights are loaded meanwhile."""
         c, ring = self.c, shared.queries
-        gQ = cute.local_tile(rows, (c.columns, self._numbers()), (0, None, None))
+        gQ = cute.local_tile(rows, (c.columns, self._box_elements()), (0, None, None))
         tQs, tQg = copies.tma_partition(atom, 0, 1, shared.sQ, gQ)  # (box, boxes of all stages), (box, boxes, tokens)
-        mine = self._registers()
-        if turns > 0:
-            self._fetch(t, shared, Int32(0), mine)
-        for n in cutlass.range(turns, unroll=1):
+        registers = self._registers()
+        if iterations > 0:
+            self._fetch(t, shared, Int32(0), registers)
+        for n in cutlass.range(iterations, unroll=1):
             slot, full = ring.slot(n), ring.await_empty(n)
-            self._share(shared, slot, mine)
+            self._share(shared, slot, registers)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.stage_bytes)
-            for i in cutlass.range_constexpr(c.together):
-                token = shared.tokens.at(n * c.together + i)
+            for i in cutlass.range_constexpr(c.tokens_per_mma):
+                token = shared.tokens.at(n * c.tokens_per_mma + i)
                 for box in cutlass.range_constexpr(c.boxes):
-                    to = (slot * c.boxes + box) * c.together + i
+                    to = (slot * c.boxes + box) * c.tokens_per_mma + i
                     cute.copy(atom, tQg[None, box, token], tQs[None, to], tma_bar_ptr=full)
-            self._fetch(t, shared, n + 1, mine)
+            self._fetch(t, shared, n + 1, registers)
 
     def _registers(self) -> list[cute.Tensor]:
         """Weights, and scales as floats or words, of the heads that a lane loads: every 32nd of each token."""
-        count = -(-self.c.columns // _LANES) * self.c.together
+        count = -(-self.c.columns // _LANES) * self.c.tokens_per_mma
         return [cute.make_rmem_tensor(count, Float32 if i < 2 else Int32) for i in range(3)]
 
     @cute.jit
-    def _fetch(self, t: Tensors, shared: SharedMemory, n: Int32, mine: list[cute.Tensor]):
+    def _fetch(self, t: Tensors, shared: SharedMemory, n: Int32, registers: list[cute.Tensor]):
         """Load weights and q scales of MMA ``n``."""
         c, each = self.c, const_expr(-(-self.c.columns // _LANES))
-        for i in cutlass.range_constexpr(c.together):
-            token = shared.tokens.at(n * c.together + i)
+        for i in cutlass.range_constexpr(c.tokens_per_mma):
+            token = shared.tokens.at(n * c.tokens_per_mma + i)
             for j in cutlass.range_constexpr(each):
                 head, at = cute.arch.lane_idx() + j * _LANES, const_expr(i * each + j)
-                mine[0][at], mine[1][at], mine[2][at] = Float32(0), Float32(0), Int32(0)
+                registers[0][at], registers[1][at], registers[2][at] = Float32(0), Float32(0), Int32(0)
                 if head < c.heads:
-                    mine[0][at] = t.mWeight[token, head].to(Float32)
+                    registers[0][at] = t.mWeight[token, head].to(Float32)
                     if const_expr(c.q_scale):
-                        mine[1][at] = Float32(t.mQScale[token, head, 0])
+                        registers[1][at] = Float32(t.mQScale[token, head, 0])
                     if const_expr(c.four):
                         word = Int32(0)
                         for b in cutlass.range_constexpr(c.dim // 32):
                             word = word | (Int32(t.mQScale[token, head, b]) << (8 * b))
-                        mine[2][at] = word
+                        registers[2][at] = word
 
     @cute.jit
-    def _share(self, shared: SharedMemory, slot: Int32, mine: list[cute.Tensor]):
+    def _share(self, shared: SharedMemory, slot: Int32, registers: list[cute.Tensor]):
         """Store them to a stage of the ring."""
         c, each = self.c, const_expr(-(-self.c.columns // _LANES))
-        for i in cutlass.range_constexpr(c.together):
+        for i in cutlass.range_constexpr(c.tokens_per_mma):
             for j in cutlass.range_constexpr(each):
                 head, at = cute.arch.lane_idx() + j * _LANES, const_expr(i * each + j)
                 if head < c.columns:
                     column = head + i * c.columns
-                    place = (slot * c.wide + column) * 4
-                    load_keys.store_word(shared.weights_at + place, mine[0][at].bitcast(Int32))
+                    offset = (slot * c.wide + column) * 4
+                    load_keys.store_word(shared.weights_at + offset, registers[0][at].bitcast(Int32))
                     if const_expr(c.q_scale):
-                        load_keys.store_word(shared.factors_at + place, mine[1][at].bitcast(Int32))
+                        load_keys.store_word(shared.factors_at + offset, registers[1][at].bitcast(Int32))
                     if const_expr(c.four):
                         tile = shared.query_scales_at + slot * block_scaled.TILE_BYTES
-                        load_keys.store_word(tile + block_scaled.word_of_row(column), mine[2][at])
+                        load_keys.store_word(tile + block_scaled.word_of_row(column), registers[2][at])
         if const_expr(c.four):
             cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def _multiply(self, shared: SharedMemory, turns: Int32):
+    def _multiply(self, shared: SharedMemory, iterations: Int32):
         """One warp: all MMAs."""
         c, base = self.c, shared.column()
         cute.arch.mbarrier_wait(shared.keys, 0)
@@ -260,7 +260,7 @@ class Scores(Fixed):
             with cute.arch.elect_one():
                 for tile in cutlass.range_constexpr(TILES):
                     _copy_scales(scales + tile * block_scaled.TILE_COLUMNS, shared.key_scales_at, tile)
-        for n in cutlass.range(turns, unroll=1):
+        for n in cutlass.range(iterations, unroll=1):
             slot = shared.queries.slot(n)
             shared.queries.wait(n)
             tmem.after_sync()
@@ -297,19 +297,26 @@ class Scores(Fixed):
             heads_at = shared.sQ.iterator.toint() + (slot * c.boxes + box) * (c.wide * c.box_bytes)
             rows, heads = (products.descriptor(at, c.box_bytes) for at in (rows_at, heads_at))
             for step in cutlass.range_constexpr(steps):
-                mine, theirs = (d + products.NEXT_STEP * step for d in (rows, heads))
+                a_desc, b_desc = (d + products.NEXT_STEP * step for d in (rows, heads))
                 more = const_expr(box + step > 0)
                 if const_expr(c.four):
                     block_scaled.multiply(
-                        self.format, self.format.instruction(c.wide, step), sums, mine, theirs,
+                        self.format, self.format.instruction(c.wide, step), sums, a_desc, b_desc,
                         scales + tile * block_scaled.TILE_COLUMNS, query_scales, Int32(more),
                     )  # fmt: skip
                 else:
-                    products.multiply(c.stored, c.wide, sums, mine, theirs, more)
+                    products.multiply(c.stored, c.wide, sums, a_desc, b_desc, more)
 
     @cute.jit
     def _consume(
-        self, t: Tensors, shared: SharedMemory, request: Int32, start: Int32, count: Int32, turns: Int32, warp: Int32
+        self,
+        t: Tensors,
+        shared: SharedMemory,
+        request: Int32,
+        start: Int32,
+        count: Int32,
+        iterations: Int32,
+        warp: Int32,
     ):
         """Two warpgroups: load the keys, then reduce; a thread has a key."""
         c, thread = self.c, op.thread_index()
@@ -328,13 +335,13 @@ class Scores(Fixed):
         sign = cutlass.select_(scale < 0, Float32(-1), Float32(1))
         scale = scale * sign
         signed = cute.arch.vote_any_sync(sign < 0)
-        for n in cutlass.range(turns, unroll=1):
+        for n in cutlass.range(iterations, unroll=1):
             slot = shared.queries.slot(n)
             shared.queries.wait(n)
             ring.wait(n)
             tmem.after_sync()
-            for i in cutlass.range_constexpr(c.together):
-                at = n * c.together + i
+            for i in cutlass.range_constexpr(c.tokens_per_mma):
+                at = n * c.tokens_per_mma + i
                 if at < count:
                     column = first + ring.slot(n) * c.wide + i * c.columns
                     value = self._sum(shared, column, (slot * c.wide + i * c.columns) * 4, sign, signed) * scale
@@ -347,21 +354,21 @@ class Scores(Fixed):
             shared.queries.release(n)
 
     @cute.jit
-    def _sum(self, shared: SharedMemory, column: Int32, place: Int32, sign: Float32, signed: cutlass.Boolean):
+    def _sum(self, shared: SharedMemory, column: Int32, offset: Int32, sign: Float32, signed: cutlass.Boolean):
         """Weighted sum of relu over a token's heads for this thread's key; ``sign``: that of the key's scale, which
         goes inside relu, if a scale in the warp is not 1."""
         c = self.c
         parts = [(Float32(0), Float32(0)) for _ in range(2)]
-        for head in cutlass.range_constexpr(0, c.columns, c.at_once):
-            width = const_expr(min(c.at_once, c.columns - head))
+        for head in cutlass.range_constexpr(0, c.columns, c.columns_per_load):
+            width = const_expr(min(c.columns_per_load, c.columns - head))
             loaded = tmem.load(column + head, width)
-            weights = self._floats(shared.weights_at + place + head * 4, width)
+            weights = self._floats(shared.weights_at + offset + head * 4, width)
             rX = cute.make_rmem_tensor(width, Float32)
             tmem.await_loads()
             for j in cutlass.range_constexpr(width):
                 rX[j] = loaded[j]
             if const_expr(c.q_scale):
-                factors = self._floats(shared.factors_at + place + head * 4, width)
+                factors = self._floats(shared.factors_at + offset + head * 4, width)
                 for j in cutlass.range_constexpr(0, width, 2):
                     rX[j], rX[j + 1] = _times((rX[j], rX[j + 1]), (factors[j], factors[j + 1]))
             if const_expr(c.k_scale):

@@ -15,8 +15,8 @@ from ..arguments import Tensors, find
 from .plan import KEYS, ROWS
 
 _CHUNK = 16  # bytes
-_AT_ONCE = 8  # rows whose chunks a thread asks for without a branch between them
-_NUMBERS = {1: Uint8, 2: Uint16}  # by bytes: what is loaded one by one
+_UNROLL = 8  # rows whose chunks a thread asks for without a branch between them
+_NARROW_TYPES = {1: Uint8, 2: Uint16}  # by bytes: what is loaded one by one
 
 
 @cute.jit
@@ -28,7 +28,7 @@ def load(c: cutlass.Constexpr, t: Tensors, request: Int32, start: Int32, longest
     chunk = thread % chunks
     in_box = const_expr(c.box_bytes // _CHUNK)
     # Addresses of 16 rows at a time would take more registers than half of a multiprocessor's blocks have.
-    for i in cutlass.range(chunks, unroll=_AT_ONCE):
+    for i in cutlass.range(chunks, unroll=_UNROLL):
         key = thread // chunks + i * (KEYS // chunks)
         page, entry, valid = find(c.paged, t, request, start + key, longest)
         row = key % ROWS
@@ -51,7 +51,7 @@ def _copy(c: cutlass.Constexpr, to: Int32, source: Int64, valid: cutlass.Boolean
         for i in cutlass.range_constexpr(0, _CHUNK, 4):
             op.copy_4_async(to + i, source + cutlass.select_(valid, i, 0), cutlass.select_(valid, Int32(4), Int32(0)))
     else:
-        kind = _NUMBERS[c.load]
+        kind = _NARROW_TYPES[c.load]
         rChunk = cute.make_rmem_tensor(_CHUNK // c.load, kind)
         rChunk.fill(0)
         if valid:

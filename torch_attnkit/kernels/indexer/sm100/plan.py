@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ..problem import Problem
 
-# Elements of a head by format: rows of 64, 128 or 256 bytes; MXFP4's scales are those of 128 numbers, a whole word.
+# Elements of a head by format: rows of 64, 128 or 256 bytes; of MXFP4 128 elements, whose scales fill a word.
 DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 MOST_HEADS = 128
-MOST_TOKENS = 256  # of a block: their numbers are in shared memory
+MOST_TOKENS = 256  # of a CTA: their indices are in shared memory
 ROWS = 128  # keys of a product: the lanes of tensor memory
 TILES = 2  # of keys in a block, a warpgroup each
 KEYS = TILES * ROWS
@@ -18,10 +18,10 @@ _WIDE = 128  # columns of a product at most
 _SWIZZLE = 128  # bytes of a row that are swizzled together
 _TENSOR_COLUMNS = 512
 _TILE_COLUMNS = 4  # of tensor memory: the scales of 128 rows of MXFP4
-# Bytes of shared memory for keys and queries: of a block, and of each of two on a multiprocessor. With a thread's
-# numbers of 32 columns at once, two blocks would not have registers.
+# Bytes of shared memory for keys and queries, with one CTA per SM and with two. With 32 accumulator columns a thread in
+# registers, the register file would not hold two CTAs.
 _SHARED, _HALF = 208 << 10, 104 << 10
-_AT_ONCE = {1: 32, 2: 16}
+_COLUMNS_PER_LOAD = {1: 32, 2: 16}
 _MOST_STAGES = 8
 _START = 2  # what a block's start takes, in tokens: as on an H200
 
@@ -33,8 +33,8 @@ class Config:
     stored: str
     weights: str
     heads: int
-    dim: int  # numbers
-    together: int  # tokens of a product
+    dim: int  # elements
+    tokens_per_mma: int
     stages: int
     buffers: int  # of sums of each tile
     ids: bool
@@ -52,9 +52,9 @@ class Config:
         return 2 if fits and 2 * self.tensor_columns <= _TENSOR_COLUMNS else 1
 
     @property
-    def at_once(self) -> int:
+    def columns_per_load(self) -> int:
         """Accumulator columns in a thread's registers."""
-        return _AT_ONCE[self.blocks]
+        return _COLUMNS_PER_LOAD[self.blocks]
 
     @property
     def four(self) -> bool:
@@ -82,7 +82,7 @@ class Config:
     @property
     def wide(self) -> int:
         """MMA columns."""
-        return self.together * self.columns
+        return self.tokens_per_mma * self.columns
 
     @property
     def stage_bytes(self) -> int:
@@ -126,14 +126,15 @@ def row_bytes(stored: str, dim: int) -> int:
 def shape(problem: Problem, stored: str) -> tuple[int, int, int]:
     """(tokens of an MMA, stages, accumulators of each tile).
 
-    With two tokens an MMA reads the keys half as often. One token of a request, and MXFP4, whose scales need room, have
-    one. A block of one token has one MMA: two such blocks share an SM, with half of tensor memory at most each."""
+    With two tokens an MMA reads the keys half as often. One token of a request, and MXFP4, whose
+    scales take shared memory, have one. A CTA of one token has one MMA: two such CTAs share an SM, with half of tensor
+    memory at most each."""
     p, many = problem, (problem.tokens if problem.ids else tokens_of_request(problem)) > 1
     wide, row = columns(p.heads), row_bytes(stored, p.dim)
-    together = 2 if many and stored != "mxfp4" and 2 * wide <= _WIDE else 1
+    tokens_per_mma = 2 if many and stored != "mxfp4" and 2 * wide <= _WIDE else 1
     buffers = 2 if many and wide <= _WIDE // 2 else 1
-    room = (_SHARED if many or wide > _WIDE // 2 else _HALF) - KEYS * row
-    return together, max(2, min(_MOST_STAGES, room // (together * wide * row))), buffers
+    query_bytes = (_SHARED if many or wide > _WIDE // 2 else _HALF) - KEYS * row
+    return tokens_per_mma, max(2, min(_MOST_STAGES, query_bytes // (tokens_per_mma * wide * row))), buffers
 
 
 def streams(problem: Problem) -> bool:

@@ -53,12 +53,12 @@ def sort(
     for i in cutlass.range_constexpr(rounds):
         token = first + i * _LANES + lane
         length = cutlass.max(cutlass.min(rLength[i], entries), Int32(0))
-        mine = (token < last) & (cutlass.max(cutlass.min(rOwner[i], requests - 1), Int32(0)) == request)
-        sees, blind = mine & (length > start), mine & (length <= start)
+        in_request = (token < last) & (cutlass.max(cutlass.min(rOwner[i], requests - 1), Int32(0)) == request)
+        sees, blind = in_request & (length > start), in_request & (length <= start)
         votes, others = cute.arch.vote_ballot_sync(sees), cute.arch.vote_ballot_sync(blind)
         if sees:
-            place = some + Int32(cute.arch.popc(votes & below))
-            tokens.sToken[place], tokens.sLength[place] = token, length
+            position = some + Int32(cute.arch.popc(votes & below))
+            tokens.sToken[position], tokens.sLength[position] = token, length
             longest = cutlass.max(longest, length)
         if blind:
             tokens.sToken[MOST_TOKENS - 1 - none - Int32(cute.arch.popc(others & below))] = token

@@ -70,7 +70,7 @@ class Choice(Fixed):
     the number of keys in the interval of the K-th, which begins at the limit, and the quota is the rank of the K-th in
     it."""
 
-    sScores: cute.Tensor  # (room, tokens): of this block's keys
+    sScores: cute.Tensor  # (capacity, tokens): of this block's keys
     sCounts: cute.Tensor  # (BINS, tokens)
     sLimit: cute.Tensor  # (tokens)
     sQuota: cute.Tensor  # (tokens)
@@ -132,7 +132,7 @@ class FusedTopk(Fixed):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = part.shared(q_layout, k_layout, warp)
         choice = self.choice()
-        row = cute.make_layout((c.tokens, entries), stride=(self.c.room, 1))
+        row = cute.make_layout((c.tokens, entries), stride=(self.c.capacity, 1))
         t = Tensors(*tensors, cute.make_tensor(choice.sScores.iterator, row))
         cute.arch.mbarrier_init_fence()
         guess = part.begin(t, shared, k_atom, q_atom, warp, Int32(1))
@@ -158,7 +158,7 @@ class FusedTopk(Fixed):
         """Shared memory of the selection."""
         memory, n = cutlass.memory.SmemAllocator(), self.c.tokens
         ints = lambda *shape: memory.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16)
-        scores = memory.allocate_tensor(Float32, cute.make_layout((self.c.room, n)), byte_alignment=16)
+        scores = memory.allocate_tensor(Float32, cute.make_layout((self.c.capacity, n)), byte_alignment=16)
         return Choice(
             scores, ints(BINS, n), ints(n), ints(n), ints(n), ints(2, _WARPS, n), ints(2, n), ints(2, n)
         )  # fmt: skip
@@ -254,11 +254,11 @@ class FusedTopk(Fixed):
             total = Int32(0)
             for half in cutlass.range_constexpr(GROUP // _LANES):
                 bin = group * GROUP + half * _LANES + lane
-                mine = choice.sCounts[bin, token]
-                if mine != 0:
-                    add(to + bin, mine)
+                bin_count = choice.sCounts[bin, token]
+                if bin_count != 0:
+                    add(to + bin, bin_count)
                     choice.sCounts[bin, token] = Int32(0)
-                total += mine
+                total += bin_count
             total = cute.arch.warp_redux_sync(total, "add")
             if (lane == 0) & (total != 0):
                 add(to + (BINS + group), total)
@@ -301,12 +301,12 @@ class FusedTopk(Fixed):
     def wait_complete(self, one: cute.Pointer, two: cute.Pointer | None, all_: Int32):
         """One warp: one or two values per lane, once they add up to ``all_``; their running sum first."""
         first, second = Int32(0), Int32(0)
-        there = all_ - 1
-        while there != all_:
+        arrived = all_ - 1
+        while arrived != all_:
             first = load_relaxed(one)
             if const_expr(two is not None):
                 second = load_relaxed(two)
-            there = cute.arch.warp_redux_sync(first + second, "add")
+            arrived = cute.arch.warp_redux_sync(first + second, "add")
         upto = up_to_lane(first + second)
         if const_expr(two is None):
             return upto, first
@@ -347,7 +347,7 @@ class FusedTopk(Fixed):
             total = Int32(0)
             for w in cutlass.range_constexpr(_WARPS):
                 total += choice.sChosen[thread % 2, w, thread // 2]
-            # 0 is what stands there before.
+            # The buffer is zero before.
             add(mSums.iterator + (self.slot(thread // 2, cute.arch.block_idx()[0]) + thread % 2), total + 1)
 
     def slot(self, token: Any, block: Int32) -> Int32:
@@ -387,13 +387,13 @@ class FusedTopk(Fixed):
             ties += cutlass.select_(w < warp, choice.sChosen[1, w, token], Int32(0))
         at = more + cutlass.min(ties, quota)
         begin, end = self.share_of_warp(count)
-        mine = Uint32(1) << Uint32(lane)
+        lane_bit = Uint32(1) << Uint32(lane)
         for i in cutlass.range(begin, end, _LANES, unroll=1):
             below, equal = self.marks(choice, token, i, count)
-            tied = ((equal & mine) != 0) & (ties + ones(equal & (mine - 1)) < quota)
+            tied = ((equal & lane_bit) != 0) & (ties + ones(equal & (lane_bit - 1)) < quota)
             chosen = below | Uint32(cute.arch.vote_ballot_sync(tied))
-            if (chosen & mine) != 0:
-                gIndices[at + ones(chosen & (mine - 1))] = first + i + lane
+            if (chosen & lane_bit) != 0:
+                gIndices[at + ones(chosen & (lane_bit - 1))] = first + i + lane
             at += ones(chosen)
             ties += ones(equal)
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
@@ -403,8 +403,8 @@ class FusedTopk(Fixed):
 
 
 def trace_select(arch: str, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-    *stream, room = config
-    c = SelectConfig(StreamConfig(*stream), room)
+    *stream, capacity = config
+    c = SelectConfig(StreamConfig(*stream), capacity)
     indices = fake.tensor("i32", (fake.dim32(), fake.dim32()), align=4)
     workspace = tuple(fake.tensor("i32", (None,)) for _ in range(2))
     return FusedTopk(c), [*stream_arguments(c.stream), indices, workspace, (Int32(0), Int32(0)), fake.stream()]

@@ -50,29 +50,29 @@ def of_lane(c: Any) -> Weights:
 
 
 @cute.jit
-def fetch(c: cutlass.Constexpr, t: Tensors, token: Int32, mine: Weights):
+def fetch(c: cutlass.Constexpr, t: Tensors, token: Int32, local: Weights):
     """One warp: load a token's weights and scales."""
-    for i in cutlass.range_constexpr(cute.size(mine.weight)):
+    for i in cutlass.range_constexpr(cute.size(local.weight)):
         head = cute.arch.lane_idx() + i * _LANES
-        mine.weight[i] = Float32(0)
+        local.weight[i] = Float32(0)
         if const_expr(c.q_scale):
-            mine.scale[i] = Float32(0)
+            local.scale[i] = Float32(0)
         if head < c.heads:
-            mine.weight[i] = t.mWeight[token, head].to(Float32)
+            local.weight[i] = t.mWeight[token, head].to(Float32)
             if const_expr(c.q_scale):
-                mine.scale[i] = Float32(t.mQScale[token, head, 0])
+                local.scale[i] = Float32(t.mQScale[token, head, 0])
 
 
 @cute.jit
-def share(c: cutlass.Constexpr, mine: Weights, shared: Weights, stage: Int32):
+def share(c: cutlass.Constexpr, local: Weights, shared: Weights, stage: Int32):
     """One warp: store them to a stage of the ring."""
-    for i in cutlass.range_constexpr(cute.size(mine.weight)):
+    for i in cutlass.range_constexpr(cute.size(local.weight)):
         head = cute.arch.lane_idx() + i * _LANES
         if head < c.columns:
-            place, lane = head // 8 * 2 + head % 2, head % 8 // 2
-            shared.weight[place, lane, stage] = mine.weight[i]
+            index, lane = head // 8 * 2 + head % 2, head % 8 // 2
+            shared.weight[index, lane, stage] = local.weight[i]
             if const_expr(c.q_scale):
-                shared.scale[place, lane, stage] = mine.scale[i]
+                shared.scale[index, lane, stage] = local.scale[i]
 
 
 @cute.jit

@@ -71,7 +71,8 @@ class Scores(Fixed):
         if const_expr(mIds is None):
             each = each // requests
         # The same memory as TMA fills it and as products read it.
-        layout, product = self.layout(c.columns, c.stages * c.together), self.layout(c.columns * c.together, c.stages)
+        layout = self.layout(c.columns, c.stages * c.tokens_per_mma)
+        product = self.layout(c.columns * c.tokens_per_mma, c.stages)
         q = cute.recast_ptr(mQ.iterator, dtype=self.dtype)  # E4M3 comes as bytes
         by_token = cute.make_tensor(q, cute.select(mQ.layout, mode=[1, 2, 0]))
         atom, rows = copies.tma_atom(by_token, layout)
@@ -141,7 +142,7 @@ class Scores(Fixed):
             ring=ring,
             sQ=sQ,
             sB=cute.make_tensor(sQ.iterator, product.outer),
-            weights=head_reduce.shared_weights(c, memory, c.stages * c.together),
+            weights=head_reduce.shared_weights(c, memory, c.stages * c.tokens_per_mma),
             sToken=vector(Int32, MOST_TOKENS),
             sLength=vector(Int32, MOST_TOKENS),
             sCount=vector(Int32, 2),
@@ -161,8 +162,8 @@ class Scores(Fixed):
         """(visible entries of a token, whether it is the request's)."""
         held = cutlass.min(token, last - 1)
         owner = request if const_expr(t.mIds is None) else Int32(t.mIds[held])
-        mine = (token < last) & (cutlass.max(cutlass.min(owner, requests - 1), Int32(0)) == request)
-        return cutlass.max(cutlass.min(Int32(t.mLength[held]), Int32(t.mScores.shape[1])), Int32(0)), mine
+        in_request = (token < last) & (cutlass.max(cutlass.min(owner, requests - 1), Int32(0)) == request)
+        return cutlass.max(cutlass.min(Int32(t.mLength[held]), Int32(t.mScores.shape[1])), Int32(0)), in_request
 
     @cute.jit
     def sort_tokens(self, t: Tensors, shared: SharedMemory, request: Int32, requests: Int32, span: tuple, start: Int32):
@@ -172,15 +173,15 @@ class Scores(Fixed):
         first, last = span
         some, longest = Int32(0), Int32(0)
         rounds = const_expr(MOST_TOKENS // _LANES)
-        rLength, rMine = cute.make_rmem_tensor(rounds, Int32), cute.make_rmem_tensor(rounds, Boolean)
+        rLength, rInRequest = cute.make_rmem_tensor(rounds, Int32), cute.make_rmem_tensor(rounds, Boolean)
         for i in cutlass.range_constexpr(rounds):  # all on their way before the first is looked at
-            rLength[i], rMine[i] = self.seen(t, request, requests, first + i * _LANES + lane, last)
+            rLength[i], rInRequest[i] = self.seen(t, request, requests, first + i * _LANES + lane, last)
         for i in cutlass.range_constexpr(rounds):
-            sees = rMine[i] & (rLength[i] > start)
+            sees = rInRequest[i] & (rLength[i] > start)
             votes = cute.arch.vote_ballot_sync(sees)
             if sees:
-                place = some + Int32(cute.arch.popc(votes & below))
-                shared.sToken[place], shared.sLength[place] = first + i * _LANES + lane, rLength[i]
+                position = some + Int32(cute.arch.popc(votes & below))
+                shared.sToken[position], shared.sLength[position] = first + i * _LANES + lane, rLength[i]
                 longest = cutlass.max(longest, rLength[i])
             some += Int32(cute.arch.popc(votes))
         longest = cute.arch.warp_redux_sync(longest, "max")
@@ -196,8 +197,8 @@ class Scores(Fixed):
         stop = cutlass.min(start + c.keys, Int32(t.mScores.shape[1]))
         first, last = span
         for base in cutlass.range(first, last, _LANES, unroll=1):
-            length, mine = self.seen(t, request, requests, base + lane, last)
-            blind = cute.arch.vote_ballot_sync(mine & (length <= start))
+            length, in_request = self.seen(t, request, requests, base + lane, last)
+            blind = cute.arch.vote_ballot_sync(in_request & (length <= start))
             while blind != 0:
                 token = base + Int32(cute.arch.popc(~blind & (blind - 1)))
                 blind = blind & (blind - 1)
@@ -212,27 +213,27 @@ class Scores(Fixed):
         tQs, tQg = copies.tma_partition(
             atom, 0, 1, shared.sQ, cute.local_tile(rows, (c.columns, c.dim), (0, 0, None))
         )  # (box, tokens of all stages), (box, tokens)
-        mine = [head_reduce.of_lane(c) for _ in range(c.together)]
+        local_weights = [head_reduce.of_lane(c) for _ in range(c.tokens_per_mma)]
         if count > 0:
-            for i in cutlass.range_constexpr(c.together):
-                head_reduce.fetch(c, t, self.token(shared, i, count), mine[i])
+            for i in cutlass.range_constexpr(c.tokens_per_mma):
+                head_reduce.fetch(c, t, self.token(shared, i, count), local_weights[i])
         for n in cutlass.range(self.products(count), unroll=1):
-            slot = ring.slot(n) * c.together
+            slot = ring.slot(n) * c.tokens_per_mma
             full = ring.await_empty(n)
-            for i in cutlass.range_constexpr(c.together):
-                head_reduce.share(c, mine[i], shared.weights, slot + i)
+            for i in cutlass.range_constexpr(c.tokens_per_mma):
+                head_reduce.share(c, local_weights[i], shared.weights, slot + i)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full, c.together * c.columns * c.dim * c.itemsize)
-            for i in cutlass.range_constexpr(c.together):
-                token = self.token(shared, n * c.together + i, count)
+                cute.arch.mbarrier_arrive_and_expect_tx(full, c.tokens_per_mma * c.columns * c.dim * c.itemsize)
+            for i in cutlass.range_constexpr(c.tokens_per_mma):
+                token = self.token(shared, n * c.tokens_per_mma + i, count)
                 cute.copy(atom, tQg[None, token], tQs[None, slot + i], tma_bar_ptr=full)
-            for i in cutlass.range_constexpr(c.together):
-                head_reduce.fetch(c, t, self.token(shared, (n + 1) * c.together + i, count), mine[i])
+            for i in cutlass.range_constexpr(c.tokens_per_mma):
+                head_reduce.fetch(c, t, self.token(shared, (n + 1) * c.tokens_per_mma + i, count), local_weights[i])
 
     def products(self, count: Int32) -> Int32:
         """Number of MMAs for ``count`` tokens."""
-        return (count + (self.c.together - 1)) // self.c.together
+        return (count + (self.c.tokens_per_mma - 1)) // self.c.tokens_per_mma
 
     def token(self, shared: SharedMemory, n: Int32, count: Int32) -> Int32:
         """The n-th visible token; past the end the last."""
@@ -243,19 +244,19 @@ class Scores(Fixed):
         """One warpgroup: scores of 64 or 128 keys for every visible token."""
         c = self.c
         thread, _, _ = cute.arch.thread_idx()
-        tile = (64, c.together * c.columns)
+        tile = (64, c.tokens_per_mma * c.columns)
         mma = hopper.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tile,
             warpgroup.OperandSource.RMEM,
         )  # fmt: skip
-        mine = mma.get_slice(thread % 128)
-        tB = mine.make_fragment_B(mine.partition_B(shared.sB))
+        thr_mma = mma.get_slice(thread % 128)
+        tB = thr_mma.make_fragment_B(thr_mma.partition_B(shared.sB))
         row = thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD + start + thread // 128 * (c.tiles * 64)
         keys = load(c, t, mma, request, row, shared.sCount[1])
         accs = [cute.make_rmem_tensor(mma.partition_shape_C(tile), Float32) for _ in keys]
         scale = self.of_lane([s for k in keys for s in k.scales])
-        found = cute.make_rmem_tensor(2 * c.tiles * c.together, Float32)  # sums of this lane
-        values = cute.make_rmem_tensor(max(1, c.tiles * c.together // 2), Float32)  # scores that this lane stores
+        found = cute.make_rmem_tensor(2 * c.tiles * c.tokens_per_mma, Float32)  # sums of this lane
+        values = cute.make_rmem_tensor(max(1, c.tiles * c.tokens_per_mma // 2), Float32)  # scores that this lane stores
         found.fill(0)
         values.fill(0)
         for n in cutlass.range(self.products(count), unroll=1):
@@ -263,27 +264,27 @@ class Scores(Fixed):
             slot = shared.ring.slot(n)
             for i in cutlass.range_constexpr(c.tiles):
                 head_reduce.multiply(mma, keys[i].rA, tB[None, None, None, slot], accs[i])
-            # Under these products sums of the last turn become scores. Branches keep this where it stands: without
+            # While these MMAs run, sums of the last iteration become scores. The branch keeps this in place: without
             # them ptxas waits for both products before it sums the first up.
             if n > 0:
-                self.meet(found, values, scale)
-            weights = [None] * c.together
+                self.reduce_over_quad(found, values, scale)
+            weights = [None] * c.tokens_per_mma
             for i in cutlass.range_constexpr(c.tiles):
-                for j in cutlass.range_constexpr(c.together):
+                for j in cutlass.range_constexpr(c.tokens_per_mma):
                     if const_expr(i == 0):
-                        weights[j] = head_reduce.of_columns(c, shared.weights, slot * c.together + j)
+                        weights[j] = head_reduce.of_columns(c, shared.weights, slot * c.tokens_per_mma + j)
                     if const_expr(j == 0):
                         if const_expr(i == c.tiles - 1):
                             self.store(t, shared, row, n - 1, count, values)
                         warpgroup.wait_group(c.tiles - 1 - i)
-                    if const_expr(i == c.tiles - 1 and j == c.together - 1):  # all weights are read, too
+                    if const_expr(i == c.tiles - 1 and j == c.tokens_per_mma - 1):  # all weights are read, too
                         shared.ring.release(n)
                     for r, value in enumerate(head_reduce.sums(c, accs[i], weights[j], token=j)):
                         found[2 * (j * c.tiles + i) + r] = value
-        self.meet(found, values, scale)
+        self.reduce_over_quad(found, values, scale)
         self.store(t, shared, row, self.products(count) - 1, count, values)
 
-    def meet(self, found: cute.Tensor, values: cute.Tensor, scale: Float32) -> None:
+    def reduce_over_quad(self, found: cute.Tensor, values: cute.Tensor, scale: Float32) -> None:
         """Reduce sums over the quad, to the scores that this lane stores."""
         each = cute.size(found) // cute.size(values)
         for j in range(cute.size(values)):
@@ -295,10 +296,10 @@ class Scores(Fixed):
         c = self.c
         lane = cute.arch.lane_idx() % QUAD
         row += (lane % 2) * 8 + (lane // 2 * 64 if const_expr(c.tiles == 2) else 0)
-        second = lane // 2 if const_expr(c.tiles < c.together) else Int32(0)
-        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.together // cute.size(values)) & (n >= 0)
+        second = lane // 2 if const_expr(c.tiles < c.tokens_per_mma) else Int32(0)
+        stores = (row < t.mScores.shape[1]) & (lane < 2 * c.tiles * c.tokens_per_mma // cute.size(values)) & (n >= 0)
         for j in cutlass.range_constexpr(cute.size(values)):
-            at = n * c.together + j + second
+            at = n * c.tokens_per_mma + j + second
             if stores & (at < count):
                 token, length = shared.sToken[at], shared.sLength[at]
                 t.mScores[token, row] = cutlass.select_(row < length, values[j], -Float32.inf)

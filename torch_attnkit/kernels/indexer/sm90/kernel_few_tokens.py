@@ -38,7 +38,7 @@ from .plan import BOX, CONSUMERS, MOST_REQUESTS, TILE, StreamConfig
 
 _LANES = 32
 _PAGES = l2.LINE // 4  # of a line of a table
-QUERIES = 2  # requests whose queries are there or on their way
+QUERIES = 2  # requests whose queries have arrived or are in flight
 
 
 @dataclass
@@ -230,9 +230,9 @@ class FewTokens(Fixed):
         begin = self.part(tiles * requests, cute.arch.block_idx()[0])
         request = Int32(Uint32(begin) // Uint32(tiles))
         row = (begin - request * tiles) * TILE
-        mine = row + cute.arch.lane_idx() * BOX
-        if (request < requests) & (mine < t.mScores.shape[1]):
-            page = Int32(t.mTable[request, mine // Int32(t.mK.shape[1])])
+        lane_row = row + cute.arch.lane_idx() * BOX
+        if (request < requests) & (lane_row < t.mScores.shape[1]):
+            page = Int32(t.mTable[request, lane_row // Int32(t.mK.shape[1])])
         return page, request, row
 
     @cute.jit
@@ -240,9 +240,9 @@ class FewTokens(Fixed):
         """One warp: prefetch this CTA's share of the block table to L2, before lengths say which of it is needed."""
         columns = Int32(t.mTable.shape[1])
         lines = (columns + (_PAGES - 1)) // _PAGES  # of a request
-        mine = cute.arch.lane_idx() * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
-        if mine // lines < requests:
-            l2.prefetch(t.mTable[mine // lines, None].iterator.toint() + mine % lines * l2.LINE)
+        line = cute.arch.lane_idx() * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
+        if line // lines < requests:
+            l2.prefetch(t.mTable[line // lines, None].iterator.toint() + line % lines * l2.LINE)
 
     @cute.jit
     def count(self, t: Tensors, shared: StreamMemory, requests: Int32):
@@ -257,13 +257,13 @@ class FewTokens(Fixed):
             for i in cutlass.range_constexpr(c.tokens):
                 longest = cutlass.max(longest, Int32(t.mLength[request * c.tokens + i]))
             longest = cutlass.min(longest, entries)
-            mine = cutlass.select_(base + lane < requests, (longest + (TILE - 1)) // TILE, Int32(0))
-            upto = mine
+            num_tiles = cutlass.select_(base + lane < requests, (longest + (TILE - 1)) // TILE, Int32(0))
+            upto = num_tiles
             for step in (1, 2, 4, 8, 16):
                 below = cute.arch.shuffle_sync_up(upto, step)
                 upto += cutlass.select_(lane >= step, below, Int32(0))
             if base + lane < requests:
-                shared.sStart[request] = total + upto - mine
+                shared.sStart[request] = total + upto - num_tiles
                 shared.sLongest[request] = longest
             total += cute.arch.shuffle_sync(upto, _LANES - 1)
         if lane == 0:
@@ -275,12 +275,12 @@ class FewTokens(Fixed):
         counts = [Int32(0) for _ in range(4)]
         for base in cutlass.range(0, requests, _LANES, unroll=1):
             request = base + lane
-            there = request < requests
+            valid = request < requests
             request = cutlass.min(request, requests - 1)
             start, end = shared.sStart[request], shared.sStart[request + 1]
             starts, ends = (start, tiles * request - start), (end, tiles * (request + 1) - end)
             for kind in cutlass.range_constexpr(2):
-                before, begun = there & (ends[kind] <= bounds[kind][0]), there & (starts[kind] < bounds[kind][1])
+                before, begun = valid & (ends[kind] <= bounds[kind][0]), valid & (starts[kind] < bounds[kind][1])
                 counts[2 * kind] += Int32(cute.arch.popc(cute.arch.vote_ballot_sync(before)))
                 counts[2 * kind + 1] += Int32(cute.arch.popc(cute.arch.vote_ballot_sync(begun)))
         if lane == 0:
@@ -294,7 +294,7 @@ class FewTokens(Fixed):
     ):
         """One warp: the CTA's key tiles."""
         boxes = cute.local_tile(rows, (BOX, self.c.row_bytes * 8 // self.stored.width), (None, 0, None))
-        # (box, boxes of all stages), (box, boxes of a place, places)
+        # (box, boxes of all stages), (box, boxes of a page or request, pages or requests)
         self.load_tiles(t, shared, share, guess, (atom, *copies.tma_partition(atom, 0, 1, shared.sK, boxes)))
 
     @cute.jit
@@ -305,7 +305,7 @@ class FewTokens(Fixed):
         for request in cutlass.range(share.first, share.last, unroll=1):
             start, longest = shared.sStart[request], shared.sLongest[request]
             first, last = cutlass.max(start, share.begin), cutlass.min(shared.sStart[request + 1], share.end)
-            place, entry = Int32(-1), Int32(0)
+            page_or_request, entry = Int32(-1), Int32(0)
             for tile in cutlass.range(first, last, unroll=1):
                 n, row = tile - share.begin, (tile - start) * TILE
                 slot = ring.slot(n)
@@ -313,45 +313,49 @@ class FewTokens(Fixed):
                 box = (tile - first) * CONSUMERS % _LANES
                 if box == 0:
                     known = (request == guess.request) & (row == guess.row)
-                    place, entry = self.place(t, request, row + lane * BOX, longest, known, guess.page)
-                places = [[cute.arch.shuffle_sync(x, box + i) for x in (place, entry)] for i in range(CONSUMERS)]
+                    page_or_request, entry = self.locate(t, request, row + lane * BOX, longest, known, guess.page)
+                box_coords = [
+                    [cute.arch.shuffle_sync(x, box + i) for x in (page_or_request, entry)] for i in range(CONSUMERS)
+                ]
                 if const_expr(keys is not None):
                     atom, tKs, tKg = keys
                     full = ring.acquire(n, TILE * c.row_bytes)
                     for i in cutlass.range_constexpr(CONSUMERS):
-                        source = tKg[None, places[i][1] // BOX, places[i][0]]
+                        source = tKg[None, box_coords[i][1] // BOX, box_coords[i][0]]
                         cute.copy(atom, source, tKs[None, slot * CONSUMERS + i], tma_bar_ptr=full)
                 else:
                     full = ring.await_empty(n)
                     for i in cutlass.range_constexpr(CONSUMERS):
-                        self.load_scales(t, shared, slot, i, row + i * BOX, longest, *places[i])
+                        self.load_scales(t, shared, slot, i, row + i * BOX, longest, *box_coords[i])
                     cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
     @cute.jit
-    def place(self, t: Tensors, request: Int32, row: Int32, longest: Int32, known: cutlass.Boolean, page: Int32):
+    def locate(self, t: Tensors, request: Int32, row: Int32, longest: Int32, known: cutlass.Boolean, page: Int32):
         """(page or request, entry) of a box of keys; out of range, for which TMA writes zeros, if it is invisible or
         its page invalid."""
-        place, entry = request, row
+        page_or_request, entry = request, row
         if const_expr(self.c.paged):
             size = Int32(t.mK.shape[1])
-            place, entry = page, row % size
+            page_or_request, entry = page, row % size
             if (row < longest) & ~known:
-                place = Int32(t.mTable[request, row // size])
-        missing = (row >= longest) | (place < 0) | (place >= t.mK.shape[0])
-        return cutlass.select_(missing, Int32(-1), place), entry
+                page_or_request = Int32(t.mTable[request, row // size])
+        missing = (row >= longest) | (page_or_request < 0) | (page_or_request >= t.mK.shape[0])
+        return cutlass.select_(missing, Int32(-1), page_or_request), entry
 
     @cute.jit
     def load_scales(
         self, t: Tensors, shared: StreamMemory, slot: Int32, box: cutlass.Constexpr, row: Int32, longest: Int32,
-        place: Int32, entry: Int32,
+        page_or_request: Int32, entry: Int32,
     ):  # fmt: skip
         """Scales of a box of keys; 0 for invisible ones."""
         for i in cutlass.range_constexpr(BOX // _LANES):
             key = cute.arch.lane_idx() + i * _LANES
-            there = (place >= 0) & (row + key < longest)
-            source = t.mKScale[cutlass.max(place, 0), cutlass.select_(there, entry + key, Int32(0)), None].iterator
+            valid = (page_or_request >= 0) & (row + key < longest)
+            source = t.mKScale[
+                cutlass.max(page_or_request, 0), cutlass.select_(valid, entry + key, Int32(0)), None
+            ].iterator
             target = shared.sScale.iterator + (slot * TILE + box * BOX + key)
-            op.copy_4_async(Int32(target.toint()), source.toint(), cutlass.select_(there, Int32(4), Int32(0)))
+            op.copy_4_async(Int32(target.toint()), source.toint(), cutlass.select_(valid, Int32(4), Int32(0)))
 
     @cute.jit
     def load_queries(self, t: Tensors, shared: StreamMemory, atom: cute.CopyAtom, rows: cute.Tensor, share: Share):
@@ -361,12 +365,12 @@ class FewTokens(Fixed):
         tQs, tQg = copies.tma_partition(
             atom, 0, 1, shared.sQ, cute.local_tile(rows, (c.columns, c.dim), (0, 0, None))
         )  # (box, tokens of all stages), (box, tokens)
-        mine = [head_reduce.of_lane(c) for _ in range(c.tokens)]
+        local_weights = [head_reduce.of_lane(c) for _ in range(c.tokens)]
         for request in cutlass.range(share.first, share.last, unroll=1):
             n = request - share.first
             slot = ring.slot(n)
             for i in cutlass.range_constexpr(c.tokens):
-                head_reduce.fetch(c, t, request * c.tokens + i, mine[i])
+                head_reduce.fetch(c, t, request * c.tokens + i, local_weights[i])
             full = ring.await_empty(n)
             # Queries do not wait for weights, which the warp arrives for when it has stored them.
             with cute.arch.elect_one():
@@ -376,7 +380,7 @@ class FewTokens(Fixed):
                     atom, tQg[None, request * c.tokens + i], tQs[None, slot * c.tokens + i], tma_bar_ptr=full
                 )  # fmt: skip
             for i in cutlass.range_constexpr(c.tokens):
-                head_reduce.share(c, mine[i], shared.weights, slot * c.tokens + i)
+                head_reduce.share(c, local_weights[i], shared.weights, slot * c.tokens + i)
             cute.arch.sync_warp()
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
@@ -406,9 +410,9 @@ class FewTokens(Fixed):
             warpgroup.OperandSource.RMEM if self.decodes else warpgroup.OperandSource.SMEM,
         )  # fmt: skip
         group = cute.arch.make_warp_uniform(thread // 128)
-        mine = mma.get_slice(thread % 128)
-        tB = mine.make_fragment_B(mine.partition_B(shared.sQ))
-        tA = None if const_expr(self.decodes) else mine.make_fragment_A(mine.partition_A(shared.sK))
+        thr_mma = mma.get_slice(thread % 128)
+        tB = thr_mma.make_fragment_B(thr_mma.partition_B(shared.sQ))
+        tA = None if const_expr(self.decodes) else thr_mma.make_fragment_A(thr_mma.partition_A(shared.sK))
         accs = [cute.make_rmem_tensor(mma.partition_shape_C((64, c.columns)), Float32) for _ in range(c.tokens)]
         lane = cute.arch.lane_idx() % QUAD
         key = group * BOX + thread // 32 % 4 * 16 + cute.arch.lane_idx() // QUAD  # and 8 below it
@@ -423,15 +427,17 @@ class FewTokens(Fixed):
                 n = tile - share.begin
                 slot = shared.keys.slot(n)
                 shared.keys.wait(n)
-                place = slot * CONSUMERS + group
+                box_stage = slot * CONSUMERS + group
                 if const_expr(self.decodes):
                     rows = [
-                        from_shared(shared.sK[key - group * BOX + 8 * r, None, place], shared.sScale[key + 8 * r, slot])
+                        from_shared(
+                            shared.sK[key - group * BOX + 8 * r, None, box_stage], shared.sScale[key + 8 * r, slot]
+                        )
                         for r in range(2)
                     ]
                     tA_tile = operand(c, mma, rows).rA
                 else:
-                    tA_tile = tA[None, None, None, place]
+                    tA_tile = tA[None, None, None, box_stage]
                 for i in cutlass.range_constexpr(c.tokens):
                     head_reduce.multiply(mma, tA_tile, tB[None, None, None, stage + i], accs[i])
                 factors = None

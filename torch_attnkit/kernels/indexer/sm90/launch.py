@@ -50,7 +50,7 @@ def stream_config(p: Problem, alone: bool) -> Any:
     """Of the kernels for few tokens; ``alone``: one CTA per SM."""
     tokens, dtype, stored = plan.tokens_of_request(p), plan.product_dtype(p.format, p.dtype), _stored(p)
     sizes = tokens, p.heads, p.dim * dtype.itemsize
-    # Registers of keys that are decoded leave no room for another block.
+    # Dequantised keys are in registers, which leaves too few for a second CTA.
     if alone or stored == "mxfp4":
         cut = plan.stream_stages(*sizes, plan.row_bytes(stored, p.dim)), 1
     else:
@@ -61,11 +61,11 @@ def stream_config(p: Problem, alone: bool) -> Any:
 
 def streamable(o: Operands, config: Any) -> bool:
     """Whether TMA can read the keys, and 4-byte copies their block scales."""
-    places = [o.k.data_ptr() % 16]
+    misalignments = [o.k.data_ptr() % 16]
     if config.stored == "mxfp4":
         assert o.k_scale is not None
-        places += [o.k_scale.data_ptr() % 4, *(step % 4 for step in o.k_scale.stride()[:-1])]
-    return not any(places)
+        misalignments += [o.k_scale.data_ptr() % 4, *(step % 4 for step in o.k_scale.stride()[:-1])]
+    return not any(misalignments)
 
 
 def streamed(o: Operands, q: torch.Tensor, config: Any) -> tuple[torch.Tensor | None, ...]:

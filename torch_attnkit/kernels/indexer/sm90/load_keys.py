@@ -86,8 +86,8 @@ def from_shared(row: cute.Tensor, scales: Int32) -> Row:
 
 def operand(c: Any, mma: cute.TiledMma, rows: list[Row]) -> Keys:
     """64 keys as the A operand, signs of scales folded in."""
-    mine = mma.get_slice(cute.arch.thread_idx()[0] % 128)
-    rA = mine.make_fragment_A(mine.partition_shape_A((64, c.dim)))
+    thr_mma = mma.get_slice(cute.arch.thread_idx()[0] % 128)
+    rA = thr_mma.make_fragment_A(thr_mma.partition_shape_A((64, c.dim)))
     words = cute.recast_tensor(rA, Int32)
     for r, row in enumerate(rows):
         for i, part in enumerate(row.parts):

@@ -11,7 +11,7 @@ from ..problem import Problem
 # Elements of a head by format: the lanes of a quad load 64 bytes of a key together.
 DIMS = {"none": (64, 128), "fp8": (64, 128), "mxfp4": (64,)}
 MOST_HEADS = 128  # an accumulator of 64 keys has half as many registers
-MOST_TOKENS = 256  # of a block: their numbers are in shared memory
+MOST_TOKENS = 256  # of a block: their indices are in shared memory
 _ROWS = 64  # of a product
 # What a block's start takes, in tokens, by what an H200 prefers: blocks of 256 tokens were up to 2 % faster than of 128
 # where these fill it more evenly, for who still works gets the power of who has nothing left to do.
@@ -24,7 +24,7 @@ OF_CODES = (4, 1, 2)
 OF_SCALED = (3, 2, 1)
 OTHERS = (2, 2, 1)
 OF_MANY_HEADS = (2, 1, 1)
-_ROOM = 160 << 10  # bytes of shared memory for queries, or for keys
+_SMEM_BUDGET = 160 << 10  # bytes of shared memory for queries, or for keys
 _HALF = 96 << 10  # the same for one of two blocks
 LEAST_STAGES = 4  # of each of two blocks
 
@@ -44,7 +44,7 @@ GROUPS = BINS // GROUP  # one a lane
 SUMS = BINS + GROUPS
 # Entries from which one kernel is faster than two; to be set by (measurement of both on an H200).
 SELECTS_FROM = 1
-LINE = 32  # numbers from one counter of arrivals to the next
+LINE = 32  # elements from one arrival counter to the next
 _SHARED = 227 << 10  # bytes of shared memory of a block
 
 
@@ -65,7 +65,7 @@ class Config:
     load: int  # bytes of a load of keys
     consumers: int  # warpgroups
     tiles: int  # products of a warpgroup, of which one is summed up while the other is computed
-    together: int  # tokens of a product
+    tokens_per_mma: int
 
     @property
     def row_bytes(self) -> int:
@@ -149,10 +149,10 @@ class StreamConfig:
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Fused selection for few tokens of one request: ``stream`` scores, of which ``room`` a token stay in a CTA."""
+    """Fused selection for few tokens of one request: ``stream`` scores, of which ``capacity`` a token stay in a CTA."""
 
     stream: StreamConfig
-    room: int
+    capacity: int
 
     @property
     def tokens(self) -> int:
@@ -164,7 +164,7 @@ class SelectConfig:
         c, tokens = self.stream, self.tokens
         keys = c.stages * TILE * (c.row_bytes + 4)
         queries = 2 * tokens * (c.columns * c.dim * c.itemsize + 32 * c.pitch)
-        return keys + queries + 8 * MOST_REQUESTS + 4 * tokens * (self.room + BINS) + (4 << 10)
+        return keys + queries + 8 * MOST_REQUESTS + 4 * tokens * (self.capacity + BINS) + (4 << 10)
 
     @property
     def sums(self) -> int:
@@ -201,9 +201,9 @@ def shape(heads: int, itemsize: int, q_scale: bool) -> tuple[int, int, int]:
     return OF_SCALED if q_scale else OF_CODES
 
 
-def stages(heads: int, row_bytes: int, together: int = 1) -> int:
+def stages(heads: int, row_bytes: int, tokens_per_mma: int = 1) -> int:
     """Stages of the query ring."""
-    return max(2, min(8, _ROOM // (together * columns(heads) * row_bytes)))
+    return max(2, min(8, _SMEM_BUDGET // (tokens_per_mma * columns(heads) * row_bytes)))
 
 
 def streams(problem: Problem) -> bool:
@@ -222,8 +222,8 @@ def selects(problem: Problem, stream: StreamConfig, blocks: int) -> SelectConfig
     if problem.requests != 1 or problem.entries < SELECTS_FROM:
         return None
     share = -(-problem.entries // (TILE * blocks)) * TILE
-    room = 1 << (share - 1).bit_length()  # not a kernel for each length
-    fitting = SelectConfig(stream, room)
+    capacity = 1 << (share - 1).bit_length()  # not a kernel for each length
+    fitting = SelectConfig(stream, capacity)
     return fitting if fitting.shared <= _SHARED else None
 
 
@@ -235,7 +235,7 @@ def stream_stages(tokens: int, heads: int, row_bytes: int, key_bytes: int = 0) -
     """Stages of the key ring, a power of two, with one CTA per SM. ``row_bytes`` of a head of q, and of a key without
     ``key_bytes``."""
     queries, tile = 2 * tokens * columns(heads) * row_bytes, TILE * (key_bytes or row_bytes)
-    return next(n for n in (8, 4, 2) if n == 2 or n * tile + queries <= _ROOM)
+    return next(n for n in (8, 4, 2) if n == 2 or n * tile + queries <= _SMEM_BUDGET)
 
 
 def stream_cut(tokens: int, heads: int, row_bytes: int) -> tuple[int, int]:
