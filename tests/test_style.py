@@ -56,12 +56,9 @@ PENDING = (
         f"{folder}/kernels/{family}/"
         for folder in ("torch_attnkit", "tests")
         for family in (
-            "batched_gemm", "cache", "decode", "fp4", "grouped_gemm", "indexer", "merge", "prefill", "routing",
-            "sparse", "topk",
+            "batched_gemm", "cache", "fp4", "grouped_gemm", "indexer", "merge", "prefill", "routing", "topk",
         )
     ),
-    "torch_attnkit/ops/sparse_fmha_with_swa/mps.py",
-    "torch_attnkit/ops/sparse_fmha_with_swa/problem.py",
 )  # fmt: skip
 # Sources whose every name counts for evidence (``parity/evidence.py``): a new one takes another run of each simulator,
 # and of the devices. ``unseen`` is a key of the shapes too.
