@@ -192,5 +192,5 @@ def test_long_pages_have_tiles_of_32_keys(monkeypatch):
     reference = OPS["sdpa_decode_paged"].module("reference").reference
     low = reference(q, k, v, table, kv_len)
     high = reference(q.double(), k.double(), v.double(), table, kv_len)
-    for mine, a, b in zip(got, low, high, strict=True):
-        check("pages", mine, a, b)
+    for ours, a, b in zip(got, low, high, strict=True):
+        check("pages", ours, a, b)

@@ -18,8 +18,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def right(name: str, got: tuple[torch.Tensor, ...], args: list[torch.Tensor]) -> None:
     reference = OPS[name].module("reference").reference
     double = [a.double() if a.dtype == torch.bfloat16 else a for a in args]
-    for what, mine, low, high in zip(("out", "lse"), got, reference(*args), reference(*double), strict=True):
-        check(f"{name} {what}", mine, low, high)
+    for what, ours, low, high in zip(("out", "lse"), got, reference(*args), reference(*double), strict=True):
+        check(f"{name} {what}", ours, low, high)
 
 
 @pytest.mark.sample(4)

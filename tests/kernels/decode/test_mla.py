@@ -107,10 +107,10 @@ def test_one_tensor_is_keys_and_values(case):
     reference = OPS[name].module("reference").reference
     clean = [a.nan_to_num() if isinstance(a, torch.Tensor) else a for a in args]
     double = [a.double() if isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16 else a for a in clean]
-    for what, mine, low, high in zip(
+    for what, ours, low, high in zip(
         ("out", "lse"), got, reference(*clean, **kwargs), reference(*double, **kwargs), strict=True
     ):
-        check(f"{name} {what}", mine, low, high)
+        check(f"{name} {what}", ours, low, high)
 
 
 @pytest.mark.parametrize("case", [two_chunks, long], ids=lambda case: case.__name__)

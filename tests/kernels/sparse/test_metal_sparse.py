@@ -41,10 +41,10 @@ def compare(given: dict[str, Any], meant: dict[str, Any]) -> None:
     with torch_attnkit.simulate("metal"), metal.settings(mode="checked", strict=True):
         got = op(**given)
     wide = {n: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for n, v in meant.items()}
-    for name, mine, low, high in zip(
+    for name, ours, low, high in zip(
         ("out", "lse", "row_sum"), got, reference(**meant), reference(**wide), strict=True
     ):
-        check(name, mine, low, high)
+        check(name, ours, low, high)
 
 
 def test_indices_that_lie_are_no_keys():
@@ -266,9 +266,9 @@ def library_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
     built: list[dict[str, Any]] = []
     load = library.load
 
-    def note(source: str, target: Target, **definitions: Any) -> Any:
+    def record(source: str, target: Target, **definitions: Any) -> Any:
         built.append(definitions)
         return load(source, target, **definitions)
 
-    monkeypatch.setattr(sparse.library, "load", note)
+    monkeypatch.setattr(sparse.library, "load", record)
     yield built

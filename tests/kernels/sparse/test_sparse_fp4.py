@@ -11,12 +11,12 @@ from torch_attnkit.formats.scale_layout import to_128x4
 from torch_attnkit.ops.inverse_rope_fp4.reference import reference as quantised
 
 from .test_sparse_work import (
-    fp8_in_turn,
+    fp8_persistent,
     from_the_l2,
     in_a_cluster,
     in_clusters,
-    in_turn,
     normal,
+    persistent,
     two_head_blocks,
 )  # fmt: skip
 
@@ -36,12 +36,12 @@ def agrees(
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     ptx = pytest.importorskip("torch_attnkit.sim.ptx")
     case = {name: value for name, value in case.items() if name != "normalize"}
-    turned = angles(len(case["q"]), pairs, dtype)
+    rotation = angles(len(case["q"]), pairs, dtype)
     with torch_attnkit.simulate(arch), ptx.settings(check=True, seed=seed):
-        got = A.sparse_fmha_inverse_rope_fp4(**case, **turned, **of_codes)
+        got = A.sparse_fmha_inverse_rope_fp4(**case, **rotation, **of_codes)
         out = A.sparse_fmha_with_swa(**case)[0]
     names = {"o_global": "global_scale", "o_format": "format"}
-    want = quantised(out, *turned.values(), **{names.get(n, n): v for n, v in of_codes.items()})
+    want = quantised(out, *rotation.values(), **{names.get(n, n): v for n, v in of_codes.items()})
     assert torch.equal(got[0], want[0]), f"{int((got[0] != want[0]).sum())} of {got[0].numel()} bytes of codes"
     assert torch.equal(got[1], want[1]), f"{int((got[1] != want[1]).sum())} of {got[1].numel()} scales"
     assert got[0].unique().numel() > 100 and got[1].unique().numel() > 1, "results of which codes are not much"
@@ -57,9 +57,12 @@ SWIZZLED = dict(scale_layout="128x4")
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(
     ("case", "groups"),
-    [(in_turn, 7), (in_a_cluster, 4), (in_clusters, 10), (two_head_blocks, 3), (from_the_l2, 1), (fp8_in_turn, 1)],
+    [
+        (persistent, 7), (in_a_cluster, 4), (in_clusters, 10), (two_head_blocks, 3), (from_the_l2, 1),
+        (fp8_persistent, 1),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
-)
+)  # fmt: skip
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_codes_are_those_of_the_numbers_that_attention_gives(case, groups, format, layout, arch):
     kwargs = NVFP4 if format == "nvfp4" else MXFP4
@@ -111,7 +114,7 @@ def test_attention_to_output_projection_is_two_launches(format):
     numbers are those of the three ops in sequence."""
     pytest.importorskip("torch_attnkit.sim._ptx", reason="needs the PTX simulator's extension")
     ptx = pytest.importorskip("torch_attnkit.sim.ptx")
-    groups, rank, case, turned = 2, 24, of(3, 4, 128, 40), angles(3, 32)
+    groups, rank, case, rotation = 2, 24, of(3, 4, 128, 40), angles(3, 32)
     gen = torch.Generator().manual_seed(7)
     weight = torch.randn(groups * rank, 256, generator=gen)
     o_global = torch.tensor(731.37) if format == "nvfp4" else None
@@ -125,10 +128,12 @@ def test_attention_to_output_projection_is_two_launches(format):
     how = dict(groups=groups, scale_layout="128x4")
     with torch_attnkit.simulate("sm100"):
         with ptx.counting() as fused:
-            got = project(*A.sparse_fmha_inverse_rope_fp4(**case, **turned, o_global=o_global, o_format=format, **how))
+            got = project(
+                *A.sparse_fmha_inverse_rope_fp4(**case, **rotation, o_global=o_global, o_format=format, **how)
+            )
         with ptx.counting() as apart:
             out = A.sparse_fmha_with_swa(**case)[0]
-            want = project(*A.inverse_rope_fp4(out, *turned.values(), o_global, format=format, **how))
+            want = project(*A.inverse_rope_fp4(out, *rotation.values(), o_global, format=format, **how))
     assert len(fused) == 2 and len(apart) == 3
     assert torch.equal(got, want) and got.unique().numel() > 50
 
@@ -143,7 +148,7 @@ def test_a_decode_step_of_a_layer_s_attention_is_five_launches():
     tables = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
     past = torch.tensor([20, 27], dtype=torch.int32)  # keys that are there before this step
     slot = tables[torch.arange(requests), past // page].long() * page + past % page
-    new, turned = normal(requests, dim, seed=2), angles(requests, 32)
+    new, rotation = normal(requests, dim, seed=2), angles(requests, 32)
     of_indexer = normal(requests, 4, 64, seed=3), normal(requests, 40, 64, seed=4), torch.rand(requests, 4)
     seen, request_ids = torch.tensor([31, 40], dtype=torch.int32), torch.arange(requests, dtype=torch.int32)
     weight, scales = A.mxfp4_quantize(normal(groups * rank, heads // groups * dim, seed=5).float())
@@ -162,10 +167,10 @@ def test_a_decode_step_of_a_layer_s_attention_is_five_launches():
             topk_indices=chosen, compressed_len=seen, request_ids=request_ids, swa_block_table=tables, window=16,
         )  # fmt: skip
         if fused:
-            codes, scale = A.sparse_fmha_inverse_rope_fp4(**attended, **turned, o_format="mxfp4", **how)
+            codes, scale = A.sparse_fmha_inverse_rope_fp4(**attended, **rotation, o_format="mxfp4", **how)
         else:
             out = A.sparse_fmha_with_swa(**attended)[0]
-            codes, scale = A.inverse_rope_fp4(out, *turned.values(), format="mxfp4", **how)
+            codes, scale = A.inverse_rope_fp4(out, *rotation.values(), format="mxfp4", **how)
         codes = codes.view(requests, groups, -1)
         return A.grouped_output_projection(
             codes, weight.view(groups, rank, -1), scale, scales, format="mxfp4", scale_layout="128x4",

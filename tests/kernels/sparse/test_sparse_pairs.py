@@ -41,20 +41,20 @@ def case(tokens: int, listed: int, format: str, *, heads: int = 100, dim: int = 
     return rows | dict(q=rows["q"].to(dtype))
 
 
-def in_turn() -> dict:
+def persistent() -> dict:
     """Two pairs on four multiprocessors, two to five tiles a token."""
     return case(5, 90, "fp8")
 
 
-def in_turn_from_pages() -> dict:
+def persistent_from_pages() -> dict:
     return in_pages(case(3, 60, "mxfp4", dtype=torch.float16), 16)
 
 
-def in_turn_of_256_columns() -> dict:
+def persistent_of_256_columns() -> dict:
     return case(5, 200, "nvfp4", dim=256)
 
 
-def in_turn_of_128_columns() -> dict:
+def persistent_of_128_columns() -> dict:
     return case(7, 330, "fp8", dim=128, heads=250)
 
 
@@ -73,8 +73,8 @@ def in_clusters() -> dict:
 @pytest.mark.parametrize(
     ("made", "multiprocessors", "cut"),
     [
-        (in_turn, 4, (1, 1, 2)), (in_turn, 4, (1, 1, 1)), (in_turn_from_pages, 5, (1, 1, 2)),
-        (in_turn_of_256_columns, 4, (1, 1, 2)), (in_turn_of_128_columns, 8, (1, 1, 2)),
+        (persistent, 4, (1, 1, 2)), (persistent, 4, (1, 1, 1)), (persistent_from_pages, 5, (1, 1, 2)),
+        (persistent_of_256_columns, 4, (1, 1, 2)), (persistent_of_128_columns, 8, (1, 1, 2)),
         (in_a_cluster, 132, (3, 1, 2)), (in_clusters, 132, (2, 2, 2)),
     ],
 )  # fmt: skip
@@ -118,12 +118,12 @@ def test_a_row_is_decoded_once_for_two_head_blocks(format, row, conversions, mon
     for yes in (False, True):
         paired(monkeypatch, yes)
         found.append(counted(given))
-    (alone, apart), (shared, together) = found
-    for one, other in zip(apart, together, strict=True):
+    (alone, alone_out), (shared, paired_out) = found
+    for one, other in zip(alone_out, paired_out, strict=True):
         assert torch.equal(one, other)
     # Rows that come whole have their scales, and what is before a multiple of 16 bytes, copied by themselves besides.
-    once, twice = (c["cp_async"] + c["tma_read"] - 128 * 1024 for c in (shared, alone))
-    assert twice == 2 * once and keys * row <= once <= keys * (row + 16)
+    one_copy, two_copies = (c["cp_async"] + c["tma_read"] - 128 * 1024 for c in (shared, alone))
+    assert two_copies == 2 * one_copy and keys * row <= one_copy <= keys * (row + 16)
     assert alone["by_class"]["convert"] - shared["by_class"]["convert"] >= keys * conversions
     # Of the producer, whose share beside decoding remains: whose row is whose, and where it lies.
     assert sum(shared["by_warp"][CONSUMERS:]) < 0.68 * sum(alone["by_warp"][CONSUMERS:])

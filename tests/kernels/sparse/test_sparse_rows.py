@@ -17,9 +17,9 @@ from .test_sparse_work import (
     compare,
     in_a_cluster,
     in_pages,
-    in_turn,
     normal,
     pages_in_a_cluster,
+    persistent,
     two_head_blocks,
     uneven,
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_which_caches_are_matrices():
 
 def of_padded_rows() -> dict:
     """Windows and entries of which half of each row is something else, of 128 columns and both sides."""
-    case = in_turn()
+    case = persistent()
     return case | {name: torch.cat([case[name]] * 2, 2)[..., :128] for name in ("swa_kv", "compressed_kv")}
 
 
@@ -166,8 +166,8 @@ def whole_pages() -> dict:
     return in_pages(all_entries(), 64)
 
 
-def uneven_in_turn() -> dict:
-    return uneven(in_turn())
+def uneven_persistent() -> dict:
+    return uneven(persistent())
 
 
 def uneven_in_a_cluster() -> dict:
@@ -184,8 +184,8 @@ def uneven_head_blocks() -> dict:
 
 
 CASES = [
-    of_padded_rows, of_one_request, runs, all_entries, whole_pages, uneven_in_turn, uneven_in_a_cluster, uneven_pages,
-    uneven_head_blocks,
+    of_padded_rows, of_one_request, runs, all_entries, whole_pages, uneven_persistent, uneven_in_a_cluster,
+    uneven_pages, uneven_head_blocks,
 ]  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def lists(T: int, C: int, K: int) -> torch.Tensor:
     return torch.where(torch.arange(K) % 5 == 4, -1, chosen)
 
 
-def in_turn() -> dict:
+def persistent() -> dict:
     """More work tiles than multiprocessors, with different numbers of tiles, some of them without keys."""
     T, R, S, C = 70, 3, 70, 50
     return dict(
@@ -114,23 +114,23 @@ def uneven(case: dict) -> dict:
     return moved
 
 
-def fp8_in_turn() -> dict:
+def fp8_persistent() -> dict:
     """Tiles that are decoded while those of the work tile before are still multiplied."""
-    return encoded(in_turn(), "fp8")
+    return encoded(persistent(), "fp8")
 
 
 def fp8_in_a_cluster() -> dict:
     return encoded(in_a_cluster(), "fp8")
 
 
-def fp8_at_once() -> dict:
+def fp8_single_pass() -> dict:
     """A tile that three warpgroups decode."""
     return encoded(resident_clusters(), "fp8")
 
 
-def nvfp4_pages_in_turn() -> dict:
+def nvfp4_pages_persistent() -> dict:
     """Without lengths a token would see the rest of its last page."""
-    return in_pages(encoded(in_turn(), "nvfp4"), 7)
+    return in_pages(encoded(persistent(), "nvfp4"), 7)
 
 
 def mxfp4_pages_in_clusters() -> dict:
@@ -143,8 +143,8 @@ def pages_in_a_cluster() -> dict:
 
 
 CASES = [
-    in_a_cluster, in_turn, two_head_blocks, from_the_l2, in_clusters, fp8_in_turn, fp8_in_a_cluster,
-    nvfp4_pages_in_turn, mxfp4_pages_in_clusters, pages_in_a_cluster, resident_clusters, fp8_at_once,
+    in_a_cluster, persistent, two_head_blocks, from_the_l2, in_clusters, fp8_persistent, fp8_in_a_cluster,
+    nvfp4_pages_persistent, mxfp4_pages_in_clusters, pages_in_a_cluster, resident_clusters, fp8_single_pass,
 ]  # fmt: skip
 
 
@@ -161,11 +161,11 @@ def compare(given: dict, meant: dict, seed: int, arch: str = "sm90") -> None:
         n: v.double() if isinstance(v, torch.Tensor) and v.dtype in (torch.bfloat16, torch.float16) else v
         for n, v in meant.items()
     }
-    for name, mine, low, high in zip(
+    for name, ours, low, high in zip(
         ("out", "lse", "row_sum"), got, call(reference, meant), call(reference, double), strict=True
     ):
         if high.numel():
-            check(f"sparse_fmha_with_swa {name}", mine, low, high)
+            check(f"sparse_fmha_with_swa {name}", ours, low, high)
 
 
 @pytest.mark.sample(29)
@@ -243,11 +243,11 @@ def test_work_beside_flash_attention_4(monkeypatch):
             None, None, far[:, :, None], qv=q[None], gather_kv_indices=chosen[None], softmax_scale=512**-0.5
         )
     assert len(ours) == len(theirs) == 1 and ours[0].grid == theirs[0].grid == (2, 1, 1)
-    mine, other = ours[0].counters, theirs[0].counters
-    assert sum(mine["flops"].values()) == sum(other["flops"].values())
-    read = [sum(c[name] for name in ("cp_async", "tma_read", "global_read")) for c in (mine, other)]
+    counts, other = ours[0].counters, theirs[0].counters
+    assert sum(counts["flops"].values()) == sum(other["flops"].values())
+    read = [sum(c[name] for name in ("cp_async", "tma_read", "global_read")) for c in (counts, other)]
     assert read[0] <= 0.55 * read[1]
-    assert mine["instructions"] <= 0.96 * other["instructions"]
+    assert counts["instructions"] <= 0.96 * other["instructions"]
 
 
 def ends_of_lists(format: str) -> dict:
@@ -321,7 +321,7 @@ def test_wild_indices_name_no_keys(listed, arch):
 @pytest.mark.parametrize("format", ["none", "fp8"])
 def test_wild_tables_name_no_pages(format, arch):
     """A key in a page that is not there has no part in the result, and nothing is read for it."""
-    given = in_turn() | dict(request_ids=None, sink=None)
+    given = persistent() | dict(request_ids=None, sink=None)
     given |= {name: given[name][:23] for name in ("q", "swa_end", "compressed_len")}
     given |= {name: given[name][:1] for name in ("swa_kv", "compressed_kv")}
     given = in_pages(encoded(given, format) if format != "none" else given, 5)

@@ -30,7 +30,7 @@ from .config import Results
 from .schedule import Lengths, SchedulerConfig, WorkTile, concurrent_of, partition, units_before, visible
 
 THREADS = 512  # of a CTA of the second kernel
-_AT_ONCE = 8  # splits that a thread has in flight while it combines
+_IN_FLIGHT = 8  # splits that a thread has in flight while it combines
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
 
@@ -104,10 +104,10 @@ class Output:
 
 
 class Splits:
-    """The splits of a group in the workspace, of which a thread has ``at_once`` in flight."""
+    """The splits of a group in the workspace, of which a thread loads ``in_flight`` before it uses one."""
 
-    def __init__(self, layout: SplitLayout, at_once: int):
-        self.layout, self.at_once = layout, at_once
+    def __init__(self, layout: SplitLayout, in_flight: int):
+        self.layout, self.in_flight = layout, in_flight
 
     @cute.jit
     def add(
@@ -117,7 +117,7 @@ class Splits:
         """Four columns of a head, row_max and row_sum, over the splits begin, begin + step ... of -1 to more - 1.
 
         Split -1 is in ``slot``, the others from ``rest`` on in the even slots of every ``concurrent``-th CTA. The first
-        ``at_once`` are in flight before one is used; beyond the last they repeat it.
+        ``in_flight`` are in flight before one is used; beyond the last they repeat it.
         """
         layout = self.layout
         size = const_expr(layout.nbytes)
@@ -127,15 +127,15 @@ class Splits:
         rO = cute.make_rmem_tensor(cute.make_layout(4), Float32)
         rO.fill(0.0)
         row_max, row_sum = Float32(-_INF), Float32(0.0)
-        for first in cutlass.range(begin, more, self.at_once * step, unroll=1):
+        for first in cutlass.range(begin, more, self.in_flight * step, unroll=1):
             at = []
-            for i in cutlass.range_constexpr(self.at_once):
+            for i in cutlass.range_constexpr(self.in_flight):
                 n = cutlass.min(first + i * step, more - 1)
                 at.append(cutlass.select_(n < 0, base, later + Int64(n) * concurrent * (2 * size)))
             stats = [op.load_2_floats(a + stat_at) for a in at]
             news = [op.load_4_floats(a + o_at) for a in at]
             maxima = [
-                cutlass.select_(first + i * step < more, stats[i][0], Float32(-_INF)) for i in range(self.at_once)
+                cutlass.select_(first + i * step < more, stats[i][0], Float32(-_INF)) for i in range(self.in_flight)
             ]
             row_max, row_sum = join(rO, row_max, row_sum, maxima, [s[1] for s in stats], news)
         return rO, row_max, row_sum
@@ -180,7 +180,7 @@ class Combine:
 
     def __init__(self, config: CombineConfig):
         self.c = config
-        self.output, self.splits = Output(config.dtype), Splits(config.split, _AT_ONCE)
+        self.output, self.splits = Output(config.dtype), Splits(config.split, _IN_FLIGHT)
         self.last = LastCta(config.shared.flag, self._concurrent, self._rows)
 
     def _concurrent(self, scalars: Scalars) -> Int32 | int:
@@ -298,7 +298,7 @@ class Combine:
         team, vector = thread // vectors, thread % vectors
         per = Int32(1)  # teams of a row
         for _ in cutlass.range_constexpr(teams.bit_length() - 1):
-            per = cutlass.select_((per * _AT_ONCE <= more) & (per < teams), per * 2, per)
+            per = cutlass.select_((per * _IN_FLIGHT <= more) & (per < teams), per * 2, per)
         for first in cutlass.range(head, end, teams // per, unroll=1):
             row = first + team // per
             if (team < teams) & (row < end):

@@ -106,7 +106,7 @@ class MmaConfig:
         return max(1, min(fit(self.shared_bytes), threads // self.threads))
 
     @property
-    def at_once(self) -> int:
+    def prefetch(self) -> int:
         """Blocks of 16 columns of a tile that ``ldmatrix`` loads before they are used."""
         return (8 if self.dim <= 256 else 2) // (self.keys // 16)
 

@@ -66,8 +66,8 @@ def in_blocks(kernel: Blocks | None, o: Operands, most: int) -> bool:
     parts = [[t.data_ptr()] * len(ends) if paged else addresses(t, len(ends)) for t in (o.k, o.v)]
     parts = [addresses(o.q, len(ends)), *parts, *(addresses(t, len(ends)) for t in (o.out, o.lse, table))]
     sequences = [
-        Sequence._make((*place, 1, end, start, end))
-        for place, start, end in zip(zip(*parts, strict=True), starts, ends, strict=True)
+        Sequence._make((*pointers, 1, end, start, end))
+        for pointers, start, end in zip(zip(*parts, strict=True), starts, ends, strict=True)
     ]
     return kernel(sequences, o.sink)
 

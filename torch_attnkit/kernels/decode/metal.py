@@ -65,7 +65,7 @@ def launcher(
         int(p.sink and splits == 1), int(p.kv_start), *steps, p.page, p.pages, p.table_row,
         *map(int, p.scales),
     ]  # fmt: skip
-    numbers = (shape, scores.slope, scores.softcap)
+    scalars = (shape, scores.slope, scores.softcap)
     merged = p.batch * p.queries * p.heads
     merge_shape = [splits, merged, p.heads, int(p.sink)]
     result = p.dtype if p.dtype.itemsize > 1 else torch.bfloat16
@@ -83,7 +83,7 @@ def launcher(
 
             def whole(args: metal.Arguments) -> None:
                 inputs, _, out, lse = args
-                attend((*inputs, out, lse, *numbers))
+                attend((*inputs, out, lse, *scalars))
 
             return whole
         simds = min(_SIMDGROUPS, metal.most_simdgroups(built, "decode_merge"))
@@ -94,7 +94,7 @@ def launcher(
             inputs, sink, out, lse = args
             parts = torch.empty(splits, merged, p.dim_v, dtype=torch.float32, device=out.device)
             lses = torch.empty(splits, merged, dtype=torch.float32, device=out.device)
-            attend((*inputs, parts, lses, *numbers))
+            attend((*inputs, parts, lses, *scalars))
             merge((parts, lses, sink, out, lse, merge_shape))
 
         return split

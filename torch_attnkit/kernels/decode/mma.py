@@ -233,8 +233,8 @@ class MmaMainloop:
         rSum = cute.make_rmem_tensor(cute.make_layout((4, chains, m_tiles, n_tiles)), Float32)
         rSum.fill(0.0)
         count = const_expr(c.dim // 16 // self.elements.blocks)
-        for k0 in cutlass.range_constexpr(0, count, c.at_once):
-            steps = const_expr(range(k0, min(k0 + c.at_once, count)))
+        for k0 in cutlass.range_constexpr(0, count, c.prefetch):
+            steps = const_expr(range(k0, min(k0 + c.prefetch, count)))
             rK = [[op.ldmatrix_x4(sK + m * 16 * c.pitch + k * 32) for m in range(m_tiles)] for k in steps]
             for k in cutlass.range_constexpr(steps.start, steps.stop):
                 for m in cutlass.range_constexpr(m_tiles):
@@ -315,10 +315,10 @@ class MmaMainloop:
         return rP
 
     def _load_values(self, sV: Int32, first: int) -> list[list[tuple[Int32, ...]]]:
-        """V' of up to ``at_once`` steps along its columns, from step ``first`` on."""
+        """V' of up to ``prefetch`` steps along its columns, from step ``first`` on."""
         c = self.c
         m_tiles = c.keys // 16
-        steps = range(first, min(first + c.at_once, c.dim_v // 16 // self.elements.blocks))
+        steps = range(first, min(first + c.prefetch, c.dim_v // 16 // self.elements.blocks))
         return [
             [op.ldmatrix_x4(sV + m * 16 * c.pitch_v + d * 32, transposed=True) for m in range(m_tiles)] for d in steps
         ]
@@ -327,7 +327,7 @@ class MmaMainloop:
     def _add_values(self, rP: cute.Tensor, rO: cute.Tensor, rV: list[list[tuple[Int32, ...]]], sV: Int32):
         """O' += V' P'; the first values are in registers."""
         c = self.c
-        per, count = const_expr(c.at_once), const_expr(c.dim_v // 16 // self.elements.blocks)
+        per, count = const_expr(c.prefetch), const_expr(c.dim_v // 16 // self.elements.blocks)
         for d0 in cutlass.range_constexpr(0, count, per):
             rSome = rV if const_expr(d0 == 0) else self._load_values(sV, d0)
             for d in cutlass.range_constexpr(d0, min(d0 + per, count)):

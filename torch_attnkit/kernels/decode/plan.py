@@ -71,9 +71,9 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     dtype, kind = Bits(8 * problem.dtype.itemsize), Fp8KvConfig if fp8 else MmaConfig
     config = kind(dtype, dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page)
     stage = config.stage_bytes
-    room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
-    warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= room)
-    stages = min(room // (warps * stage), 6)
+    capacity = SHARED // _PER_SM - RESERVED - FLAG_BYTES
+    warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= capacity)
+    stages = min(capacity // (warps * stage), 6)
     per_sm = _PER_SM
     whole = keys_of_cache <= SHORT
     if whole:
@@ -107,8 +107,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
 def _cut_fp8(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:
     """Keys of a tile, warps, stages, and CTAs on an SM that has ``nbytes`` of keys and values to read."""
     if nbytes < _LONG_FP8:
-        room = SHARED // _PER_SM - RESERVED - FLAG_BYTES
-        return 16, 4, min(room // (4 * replace(config, keys=16).stage_bytes), 6), _PER_SM
+        capacity = SHARED // _PER_SM - RESERVED - FLAG_BYTES
+        return 16, 4, min(capacity // (4 * replace(config, keys=16).stage_bytes), 6), _PER_SM
     # Of 64 columns a tile has half of the bytes, and not half of the instructions.
     warps = 12 if config.dim == 64 and config.heads == 8 else 8
     return config.keys, warps, (SHARED - RESERVED - FLAG_BYTES) // (warps * config.stage_bytes), 1

@@ -51,7 +51,7 @@ class _Largest:
         )
 
     def row(self, mLogits: Any) -> tuple[Any, Any, Any]:
-        """(row of this warp, whether it is in range, pointer to it); past the end the pointer is that of the last row."""
+        """(row of this warp, whether it is in range, pointer to it); past the end the pointer is the last row's."""
         block, _, _ = cute.arch.block_idx()
         row = Int64(block) * self.c.warps + cute.arch.warp_idx()
         at = cutlass.min(row, Int64(mLogits.shape[0]) - 1)

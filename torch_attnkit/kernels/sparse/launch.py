@@ -34,7 +34,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     cut = plan.plan(p, driver.sm_count(p.device))
     run = compile.launcher(target, p.device, trace, dtype=short(p.dtype), **cut.sizes)
     entries = p.entries if p.requests else 0
-    numbers = (
+    scalars = (
         p.factor * LOG2_E, _RESCALE_THRESHOLD if p.normalize else 0.0, min(p.window, MOST), entries,
         min(p.listed, MOST) if entries else 0, max(1, p.tokens // max(1, p.requests)),
         int(p.has_list), int(p.has_length), int(p.has_requests), int(p.has_sink), int(p.normalize),
@@ -60,7 +60,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
             q, near, o.end, far, indices, length, request, sink, near_table, far_table, global_scale,
             _results(o.results, p.normalize, stand_in), splits, count,
         )  # fmt: skip
-        run(tensors, numbers)
+        run(tensors, scalars)
 
     return launch
 
@@ -80,7 +80,7 @@ def _copy(t: torch.Tensor) -> torch.Tensor:
 def quantised_launcher(problem: QuantisedProblem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
     if problem.attended.tokens * problem.attended.heads and _apart(problem.attended, target):
-        return _in_turn(problem, target)
+        return _unfused(problem, target)
     return launcher(problem.attended, target)
 
 
@@ -95,8 +95,8 @@ def _apart(problem: Problem, target: Target) -> bool:
     return not shared
 
 
-def _in_turn(problem: QuantisedProblem, target: Target) -> Callable[[Operands], None]:
-    """Attention into a temporary 16-bit tensor, then a second launch that rotates back and quantises."""
+def _unfused(problem: QuantisedProblem, target: Target) -> Callable[[Operands], None]:
+    """Not fused: attention into a temporary 16-bit tensor, then a second launch that rotates back and quantises."""
     p = problem.attended
     attend = launcher(replace(p, fp4=None), target)
     quantise = rope_quantizer(problem.rotated, target)

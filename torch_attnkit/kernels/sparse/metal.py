@@ -85,12 +85,12 @@ def launcher(
         rest = p.tokens - cut.whole
         grid = cut.groups, cut.whole + rest * cut.splits, 1
         attend = metal.launcher(built, "sparse_rows", grid, simds * metal.SIMD)
-        numbers = _shape(p, layout, cut), p.factor
+        scalars = _shape(p, layout, cut), p.factor
         if rest == 0:
 
             def whole(args: metal.Arguments) -> None:
                 inputs, _, out = args
-                attend((*inputs, *numbers, *no_parts, *out))
+                attend((*inputs, *scalars, *no_parts, *out))
 
             return whole
         rows, d = rest * p.heads, p.dim
@@ -103,7 +103,7 @@ def launcher(
             inputs, sink, out = args
             parts = torch.empty(cut.splits, rows, d, dtype=p.dtype, device=p.device)
             peaks, sums = torch.empty(2, cut.splits, rows, dtype=torch.float32, device=p.device)
-            attend((*inputs, *numbers, parts, peaks, sums, *out))
+            attend((*inputs, *scalars, parts, peaks, sums, *out))
             merge((parts, peaks, sums, sink, merged, *out))
 
         return split

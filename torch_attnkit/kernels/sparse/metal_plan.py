@@ -31,7 +31,7 @@ _LEAST_KEYS = 128  # of a split, so that its partial result is a smaller part of
 _MOST_SPLITS = 64
 # Of a core in a cycle (Philip Turner, metal-benchmarks): operations in float, and bytes from the GPU's cache.
 _FLOPS, _BYTES = 256, 32
-_SLACK = 1.3  # of the shortest modelled time, for fewer bytes: 128 tokens are 4 turns of 40 cores instead of 3.2
+_SLACK = 1.3  # of the shortest modelled time, for fewer bytes: 128 tokens are 4 waves on 40 cores instead of 3.2
 
 
 @dataclass(frozen=True, order=True)
@@ -106,9 +106,9 @@ def token_loads(problem: Problem, cut: Cut, splits: int) -> int:
     """Bytes that the threadgroups of a token with so many splits load and store, and those of merging them."""
     p, itemsize = problem, problem.dtype.itemsize
     row = kv_cache.row_bytes(p.format, p.dim, p.rope_dim) * (itemsize if p.format == "none" else 1)
-    numbers = p.heads * p.dim * itemsize  # of a token's q, its result, and what a split leaves
-    parts = 0 if splits == 1 else 2 * splits * (numbers + p.heads * 2 * torch.float32.itemsize)
-    return cut.groups * p.keys * row + (splits + 1) * numbers + parts
+    nbytes = p.heads * p.dim * itemsize  # of a token's q, its result, and what a split leaves
+    parts = 0 if splits == 1 else 2 * splits * (nbytes + p.heads * 2 * torch.float32.itemsize)
+    return cut.groups * p.keys * row + (splits + 1) * nbytes + parts
 
 
 def loads(problem: Problem, cut: Cut) -> int:
@@ -123,9 +123,9 @@ def cycles(problem: Problem, cut: Cut, cores: int) -> float:
     p, total = problem, 0.0
     for tokens, splits in ((cut.whole, 1), (p.tokens - cut.whole, cut.splits)):
         each = cut.groups * splits
-        turns = -(-tokens * each // cores)  # threadgroups of that core
+        waves = -(-tokens * each // cores)  # of threadgroups, on that core
         share = -(-p.keys // (splits * cut.keys)) * cut.keys
-        total += turns * (4 * cut.heads * share * p.dim / _FLOPS + token_loads(p, cut, splits) / each / _BYTES)
+        total += waves * (4 * cut.heads * share * p.dim / _FLOPS + token_loads(p, cut, splits) / each / _BYTES)
     return total
 
 

@@ -30,7 +30,7 @@ _SMALL = 4 * 1024  # of shared memory, of which statistics and barriers take les
 _HEADS = (64, 32, 16)  # of a CTA
 _SIDES = (1, 2, 4)  # of a cluster
 _MOST_HEADS = 128  # of a cluster
-_AT_ONCE = 8  # stages in flight, 128 or 256 KB: more than memory's latency needs
+_IN_FLIGHT = 8  # stages in flight, 128 or 256 KB: more than memory's latency needs
 
 
 def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
@@ -58,8 +58,8 @@ def _clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     def of(heads: int, sides: int = 1) -> Tcgen05Config:
         """With as many stages as there is room for."""
         config = Tcgen05Config(Bits(8 * itemsize), problem.dim, problem.dim_v, heads, sides, stages=0, same=same)
-        room = SHARED - _SMALL - config.shared.ring.offset
-        return replace(config, stages=min(room // config.stage_bytes, _AT_ONCE * 2 // itemsize))
+        capacity = SHARED - _SMALL - config.shared.ring.offset
+        return replace(config, stages=min(capacity // config.stage_bytes, _IN_FLIGHT * 2 // itemsize))
 
     most = next(n for n in _HEADS if of(n).stages >= of(n).parts)
     heads = next(n for n in reversed(_HEADS) if n >= min(group, most))

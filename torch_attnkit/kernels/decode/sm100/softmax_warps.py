@@ -31,7 +31,7 @@ from .config import KEYS, SOFTMAX_THREADS, NamedBarrier, Tcgen05Config
 from .memory import CtaTile, Memory, value_fill
 
 _INF = float("inf")
-_AT_ONCE = 8  # columns of tensor memory that a thread has beside its scores and sums: more would spill
+_TMEM_COLUMNS = 8  # columns of tensor memory that a thread has beside its scores and sums: more would spill
 
 
 def _barrier() -> None:
@@ -154,8 +154,8 @@ class SoftmaxWarps:
         tmem.after_sync()
         base, scale = tmem.lanes(c.tensor_memory.scores(n & 1) + h0, warp), scalars.scale
         if scalars.cap > 0:
-            for at in cutlass.range(0, c.own, _AT_ONCE, unroll=1):  # and back to where they were
-                some = tmem.load(base + at, _AT_ONCE)
+            for at in cutlass.range(0, c.own, _TMEM_COLUMNS, unroll=1):  # and back to where they were
+                some = tmem.load(base + at, _TMEM_COLUMNS)
                 tmem.await_loads()
                 tmem.store(base + at, [scalars.cap * tanh(x * scale) for x in some])
             tmem.await_stores()
@@ -200,12 +200,12 @@ class SoftmaxWarps:
         if i > 0:
             cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
             tmem.after_sync()
-            for at in cutlass.range(0, c.value_parts * c.own, _AT_ONCE, unroll=1):
+            for at in cutlass.range(0, c.value_parts * c.own, _TMEM_COLUMNS, unroll=1):
                 h = h0 + at % c.own
                 address = tmem.lanes(c.tensor_memory.output + at // c.own * c.heads + h, warp)
-                values = tmem.load(address, _AT_ONCE)
+                values = tmem.load(address, _TMEM_COLUMNS)
                 tmem.await_loads()
-                factors = [_load_4(m.sFactor, h + x) for x in range(0, _AT_ONCE, 4)]
+                factors = [_load_4(m.sFactor, h + x) for x in range(0, _TMEM_COLUMNS, 4)]
                 tmem.store(address, [v * factors[x // 4][x % 4] for x, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()

@@ -61,7 +61,7 @@ from .memory import Cta, CtaTile, Layouts, Loads, Memory, NextTile, TiledMmas, a
 from .softmax_warps import SoftmaxWarps
 
 _ONE = tcgen05.CtaGroup.ONE
-_AT_ONCE = 4  # splits that a thread has in flight while it combines
+_IN_FLIGHT = 4  # splits that a thread has in flight while it combines
 
 
 class DecodeTcgen05:
@@ -332,7 +332,7 @@ class ClusterEpilogue:
 
     def __init__(self, config: Tcgen05Config):
         self.c = config
-        self.output, self.splits = Output(config.dtype), Splits(config.split, _AT_ONCE)
+        self.output, self.splits = Output(config.dtype), Splits(config.split, _IN_FLIGHT)
         self.last = LastCta(Region(0, FLAG_BYTES), lambda scalars: 1, self._rows)
 
     @cute.jit
@@ -364,9 +364,9 @@ class ClusterEpilogue:
                 o_at = m.sO.iterator.toint() + (row * c.dim_v + column) * 4
                 rO = cute.make_rmem_tensor(4, Float32)
                 rO.fill(0.0)
-                for first in cutlass.range_constexpr(0, len(peers), _AT_ONCE):
+                for first in cutlass.range_constexpr(0, len(peers), _IN_FLIGHT):
                     if at.splits > first:
-                        for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, len(peers))):
+                        for i in cutlass.range_constexpr(first, min(first + _IN_FLIGHT, len(peers))):
                             new = op.load_cluster_floats(4, op.cluster_address(o_at, peers[i]), valid[i])
                             for y in cutlass.range_constexpr(4):
                                 rO[y] = rO[y] + weights[i] * new[y]

@@ -33,11 +33,11 @@ from ..arguments import Scalars, Tensors, out_dtype
 from ..schedule import WorkTile
 from .config import COUNTERS, MlaConfig
 
-_GAVE_UP = 1 << 16  # in the first counter, for a CTA that waits no longer
-_PATIENCE = 1 << 12  # polls of it, each a round trip to L2: milliseconds in all
+_TIMED_OUT = 1 << 16  # added to the first counter by a CTA whose wait has timed out
+_PATIENCE = 1 << 12  # polls of it before the timeout, each a round trip to L2: milliseconds in all
 _NONE, _ALL = -1, -2  # shares of a group
 _LANES = 8  # that a row has while splits are weighed
-_AT_ONCE = 8  # splits whose sums a lane loads at once
+_IN_FLIGHT = 8  # splits whose sums a lane has in flight
 _VECTOR = 16  # bytes: four floats as a lane has them, two neighbours of a row, and of the row 8 below it
 _INF = float("inf")
 _LN_2 = 1 / LOG2_E
@@ -168,19 +168,19 @@ class CooperativeCombine:
     def _wait(self, counters: Int64, sPending: cute.Tensor):
         """One thread: until all of a group's splits have arrived; returns which share is this CTA's."""
         blocks, arrived = sPending[Pending.BLOCKS], sPending[Pending.ARRIVED]
-        share, seen, polls = arrived % _GAVE_UP, arrived + 1, Int32(0)
+        share, seen, polls = arrived % _TIMED_OUT, arrived + 1, Int32(0)
         if share == blocks - 1:
-            if arrived >= _GAVE_UP:
+            if arrived >= _TIMED_OUT:
                 share = Int32(_ALL)
         else:
-            while (seen % _GAVE_UP < blocks) & (share != _NONE):
+            while (seen % _TIMED_OUT < blocks) & (share != _NONE):
                 seen = memory_ops.load_acquire(counters)
                 polls += 1
-                if (polls >= _PATIENCE) & (seen % _GAVE_UP < blocks):
+                if (polls >= _PATIENCE) & (seen % _TIMED_OUT < blocks):
                     # The last to arrive sees it, unless all have arrived meanwhile.
-                    if atomics.swap_if(counters, seen, seen + _GAVE_UP) == seen:
+                    if atomics.swap_if(counters, seen, seen + _TIMED_OUT) == seen:
                         share = Int32(_NONE)
-            if seen >= _GAVE_UP:
+            if seen >= _TIMED_OUT:
                 share = Int32(_NONE)
         return share
 
@@ -237,7 +237,7 @@ class CooperativeCombine:
         block, odd, splits = sPending[Pending.FIRST], sPending[Pending.ODD], sPending[Pending.BLOCKS]
         row, lane = cute.arch.thread_idx()[0] // _LANES, cute.arch.thread_idx()[0] % _LANES
         stats = []
-        for i in range(_AT_ONCE):
+        for i in range(_IN_FLIGHT):
             n = cutlass.min(first + lane + _LANES * i, splits - 1)
             slot = (block + n * scalars.concurrent) * 2 + cutlass.select_(n == 0, odd, Int32(0))
             stats.append(op.load_2_floats(self._split(tensors, slot) + self.c.split.stat_at(row)))
@@ -249,7 +249,7 @@ class CooperativeCombine:
     ):  # fmt: skip
         """More splits into a lane's maximum and sum; their maxima go where the weights will be."""
         old, maxima = sums[0], []
-        for i in cutlass.range_constexpr(_AT_ONCE):
+        for i in cutlass.range_constexpr(_IN_FLIGHT):
             valid = first + _LANES * i < splits
             maxima.append(cutlass.select_(valid, stats[i][0], Float32(-_INF)))
             sums[0] = cute.arch.fmax(sums[0], maxima[i])
@@ -257,7 +257,7 @@ class CooperativeCombine:
                 sWeights[row, first + _LANES * i] = maxima[i]
         safe = finite(sums[0])
         sums[1] = sums[1] * exp2(old - safe)
-        for i in cutlass.range_constexpr(_AT_ONCE):
+        for i in cutlass.range_constexpr(_IN_FLIGHT):
             some = exp2(maxima[i] - safe) * stats[i][1]
             sums[1] = sums[1] + cutlass.select_(maxima[i] == -Float32.inf, Float32(0.0), some)
 
@@ -272,7 +272,7 @@ class CooperativeCombine:
         sums = cute.make_rmem_tensor(2, Float32)
         sums[0], sums[1] = Float32(-_INF), Float32(0.0)
         self._accumulate(sums, sWeights, splits, row, lane, stats)
-        for first in cutlass.range(_LANES * _AT_ONCE, splits, _LANES * _AT_ONCE, unroll=1):
+        for first in cutlass.range(_LANES * _IN_FLIGHT, splits, _LANES * _IN_FLIGHT, unroll=1):
             more = self._stats(tensors, scalars, sPending, first)
             self._accumulate(sums, sWeights, splits, row, first + lane, more)
         row_max, row_sum = sums[0], sums[1]

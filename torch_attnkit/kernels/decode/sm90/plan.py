@@ -83,8 +83,8 @@ def _wgmma(tile: tuple[int, int], problem: Problem, most_keys: int, sms: int, sa
     keys, per_sm = tile
     dim, group, whole = problem.dim, problem.group, most_keys <= SHORT
     config = WgmmaConfig(Bits(8 * problem.dtype.itemsize), dim, keys, stages=0)
-    room = SHARED // per_sm - RESERVED - FLAG_BYTES - config.shared.sums.end
-    stages = min(room // config.ring.stage_bytes, 8)
+    capacity = SHARED // per_sm - RESERVED - FLAG_BYTES - config.shared.sums.end
+    stages = min(capacity // config.ring.stage_bytes, 8)
     blocks, head_blocks, least = sms * per_sm, -(-group // ROWS), 1 if whole else -(-_LEAST // keys)
     work, concurrent = problem.batch * problem.kv_heads * head_blocks, _concurrent(blocks, head_blocks)
     splits = 1 if whole else splits_of(blocks // concurrent, work // concurrent, -(-most_keys // keys), least)

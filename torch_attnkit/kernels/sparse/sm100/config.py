@@ -56,8 +56,8 @@ class Config:
     def mma(self) -> Tcgen05Config:
         """MMA, tensor memory and the large shared-memory regions are those of decode with V = K."""
         bare = Tcgen05Config(self.dtype, self.dim, self.dim, self.heads, self.sides, stages=0, same=True)
-        room = SHARED - _SMALL - bare.shared.ring.offset - 2 * KEYS * self.scale_bytes // self.sides
-        stages = min(room // bare.stage_bytes, _TILES_AHEAD * bare.parts)
+        capacity = SHARED - _SMALL - bare.shared.ring.offset - 2 * KEYS * self.scale_bytes // self.sides
+        stages = min(capacity // bare.stage_bytes, _TILES_AHEAD * bare.parts)
         return Tcgen05Config(self.dtype, self.dim, self.dim, self.heads, self.sides, stages, same=True)
 
     @property

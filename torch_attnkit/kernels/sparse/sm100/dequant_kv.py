@@ -24,9 +24,9 @@ from .config import LANES, LOADERS, Config
 from .cta import CtaCoord, Memory, own_warp
 from .load_tile import Peer, TileProducer
 
-_NUMBERS = 8  # of a 16-byte chunk
+_ELEMENTS = 8  # of 16 bits in a 16-byte chunk
 _WORD = 4  # bytes
-_AT_ONCE = 4  # chunks of a lane whose codes are read before the first is decoded
+_IN_FLIGHT = 4  # chunks of a lane whose codes are read before the first is decoded
 
 
 class DequantProducer(TileProducer):
@@ -36,8 +36,8 @@ class DequantProducer(TileProducer):
         super().__init__(config)
         self.layout = config.row.layout
         self.decoder = Decoder(config.row, config.dtype)
-        self.nope_chunks = config.row.nope_dim // _NUMBERS  # of a row
-        self.code_bytes = self.decoder.bits * _NUMBERS // 8  # of a chunk
+        self.nope_chunks = config.row.nope_dim // _ELEMENTS  # of a row
+        self.code_bytes = self.decoder.bits * _ELEMENTS // 8  # of a chunk
         # Width of a copy, by the alignment of rows and of RoPE channels in them.
         self.code_width = min(self.code_bytes, config.align)
         self.rope_width = math.gcd(self.layout.rope, config.align)
@@ -109,10 +109,10 @@ class DequantProducer(TileProducer):
         if const_expr(p == 0):
             cute.arch.sync_warp()  # the scales are valid, which other lanes have copied
         stage, scales = self._stage(m, n * self.parts + p), self._scales(m, n)
-        for first in cutlass.range(0, self.steps, _AT_ONCE, unroll=1):
+        for first in cutlass.range(0, self.steps, _IN_FLIGHT, unroll=1):
             chunks = []
-            for i in cutlass.range_constexpr(_AT_ONCE):
-                key = (first + i) * self.rows_at_once + cute.arch.lane_idx() // self.chunks  # among the warp's own
+            for i in cutlass.range_constexpr(_IN_FLIGHT):
+                key = (first + i) * self.rows_per_copy + cute.arch.lane_idx() // self.chunks  # among the warp's own
                 at = self._chunk_at(stage, peer.cta, first + i)
                 chunks.append((at, *self._read(p, at, scales + key * self.c.scale_bytes)))
             for at, words, byte in chunks:
@@ -125,7 +125,7 @@ class DequantProducer(TileProducer):
         rope = nope is not True and self.c.dtype is not BFloat16  # RoPE channels to convert
         if nope is not False:
             last = cutlass.min(self._chunk(p), self.nope_chunks - 1)
-            byte = word_ops.load_byte(scales + last * _NUMBERS // self.c.row.block)
+            byte = word_ops.load_byte(scales + last * _ELEMENTS // self.c.row.block)
             words = list(word_ops.load_words(self.code_bytes // _WORD, at))
         elif rope:
             words = list(word_ops.load_words(CHUNK // _WORD, at))

@@ -31,7 +31,7 @@ from .cta import CtaCoord, Memory
 from .softmax_warps import SoftmaxWarps, four, sync_softmax
 
 _INF = float("inf")
-_AT_ONCE = 4  # partials of a row in flight per thread
+_IN_FLIGHT = 4  # partials of a row in flight per thread
 # PRMT selectors: the lower or upper halves of two words, lower column first.
 _LOWER_HALVES, _UPPER_HALVES = 0x5410, 0x3276
 
@@ -179,9 +179,9 @@ class Epilogue:
                 o_at = [m.sO.iterator.toint() + (row * c.dim + v * 4) * 4 for v in vectors]
                 rO = cute.make_rmem_tensor(4 * len(vectors), Float32)
                 rO.fill(0.0)
-                for first in cutlass.range_constexpr(0, self.splits, _AT_ONCE):
+                for first in cutlass.range_constexpr(0, self.splits, _IN_FLIGHT):
                     if cta.splits > first:
-                        for i in cutlass.range_constexpr(first, min(first + _AT_ONCE, self.splits)):
+                        for i in cutlass.range_constexpr(first, min(first + _IN_FLIGHT, self.splits)):
                             for v in cutlass.range_constexpr(len(vectors)):
                                 new = op.load_cluster_floats(4, op.cluster_address(o_at[v], peers[i]), valid[i])
                                 for x in cutlass.range_constexpr(4 * v, 4 * v + 4):
@@ -242,9 +242,9 @@ class Epilogue:
             for rO in sums:
                 rO.fill(0.0)
             row_max, row_sum = Float32(-_INF), Float32(0.0)
-            for n in cutlass.range(0, scalars.groups, _AT_ONCE, unroll=1):
+            for n in cutlass.range(0, scalars.groups, _IN_FLIGHT, unroll=1):
                 # Past the end the last split again, with weight 0.
-                at = [first + Int64(cutlass.min(n + i, scalars.groups - 1)) * size for i in range(_AT_ONCE)]
+                at = [first + Int64(cutlass.min(n + i, scalars.groups - 1)) * size for i in range(_IN_FLIGHT)]
                 stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
                 news = [[op.load_4_floats(a + c.split.output_at(row, v * 4)) for a in at] for v in vectors]
                 maxima = [cutlass.select_(n + i < scalars.groups, s[0], Float32(-_INF)) for i, s in enumerate(stats)]

@@ -90,8 +90,8 @@ class Fp4Output(Fp4Store):
         )  # second: this lane's own vector
         own = [cutlass.select_(second, words[2 + i], words[i]) for i in range(2)]
         got = [cute.arch.shuffle_sync_bfly(cutlass.select_(second, words[i], words[2 + i]), 1) for i in range(2)]
-        low = [cutlass.select_(odd, other, mine) for mine, other in zip(own, got, strict=True)]
-        high = [cutlass.select_(odd, mine, other) for mine, other in zip(own, got, strict=True)]
+        low = [cutlass.select_(odd, peer, local) for local, peer in zip(own, got, strict=True)]
+        high = [cutlass.select_(odd, local, peer) for local, peer in zip(own, got, strict=True)]
         self._store(tensors, token, head, valid, run * self.run, low + high, self.global_scale(tensors.results))
 
     @cute.jit

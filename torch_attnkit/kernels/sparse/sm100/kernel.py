@@ -105,7 +105,7 @@ class Sparse:
         tiles = tiles_of(self.c, tensors, scalars, rows, cta)
         cute.arch.cluster_wait()
         tmem.after_sync()
-        self.softmax.give_query(m)
+        self.softmax.release_query(m)
         self.softmax.run(scalars, m, tiles)
         if const_expr(self.c.split_kv):
             self.epilogue.leave(m, tiles)

@@ -111,9 +111,9 @@ class TileProducer:
         self.boxes = BoxLoader(config) if config.tma_rows else None
         self.parts = c.mma.parts
         self.chunks = c.mma.part * c.itemsize // CHUNK  # of a row of a part
-        self.rows_at_once = LANES // self.chunks  # rows of a part that a warp copies at once
+        self.rows_per_copy = LANES // self.chunks  # rows of a part that a warp copies at once
         self.line = c.mma.row_bytes // CHUNK  # chunks of a row of a block of columns
-        self.steps = c.own_keys // self.rows_at_once  # of a warp, through its keys of a part
+        self.steps = c.own_keys // self.rows_per_copy  # of a warp, through its keys of a part
         # With S computed a tile ahead: parts of the next tile in flight before a tile is published. S of a tile is
         # issued before P V of the tile before releases its slots, so publishing must not wait for those.
         self.before = min(self.parts, c.mma.stages - 2 * self.parts)
@@ -201,7 +201,7 @@ class TileProducer:
         sources = [held_by(x, row.address) + column for x in lanes]
         ahead = counts >> lanes[0]  # from this lane's first row on
         # Steps with the same swizzle share a base address; the rest is an immediate.
-        period = const_expr(8 // self.rows_at_once)
+        period = const_expr(8 // self.rows_per_copy)
         firsts = [self._chunk_at(Int32(0), cta, i) for i in range(min(period, self.steps))]
         for p in cutlass.range_constexpr(self.parts):
             fill = n * self.parts + p
@@ -210,7 +210,7 @@ class TileProducer:
             starts = [stage + first for first in firsts]
             for i in cutlass.range_constexpr(self.steps):
                 target_at = (self._first_key(i) - self._first_key(i % period)) * self.c.mma.row_bytes
-                valid = _bit_as_chunk(ahead, i * self.rows_at_once)
+                valid = _bit_as_chunk(ahead, i * self.rows_per_copy)
                 word_ops.copy_16_async_at(starts[i % period], target_at, sources[i], p * self.chunks * CHUNK, valid)
             cute.arch.cp_async_commit_group()
 
@@ -230,7 +230,7 @@ class TileProducer:
 
     def _lane_of_row(self, cta: CtaCoord, i: Any) -> Int32:
         """Lane of the warp whose row this lane copies in step i."""
-        return cta.side * _EACH + i * self.rows_at_once + cute.arch.lane_idx() // self.chunks
+        return cta.side * _EACH + i * self.rows_per_copy + cute.arch.lane_idx() // self.chunks
 
     def _key(self, cta: CtaCoord, i: Any) -> Int32:
         """Row of the tile that it is."""
@@ -239,7 +239,7 @@ class TileProducer:
 
     def _first_key(self, i: Any) -> Any:
         """First row of step i, known at compile time if unrolled."""
-        first = i * self.rows_at_once
+        first = i * self.rows_per_copy
         return first // _EACH * _HALF + first % _EACH
 
     def _chunk_at(self, stage: Int32, cta: CtaCoord, i: Any) -> Int32:

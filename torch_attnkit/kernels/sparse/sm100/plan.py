@@ -62,7 +62,7 @@ HEADS = (128, 256, 512)
 # Microseconds, modelled, never measured: of a launch, of a work tile beside its keys, of the products and the softmax
 # of a tile of keys, of a key's 512 columns on their way to a CTA, of a cluster's merge; of joining clusters through
 # device memory, of each of them, and of each megabyte that they leave and read there.
-_START, _TURN, _TILE, _KEY, _MERGE = 4.0, 2.0, 0.9, 1 / 75, 1.5
+_START, _WORK_TILE, _TILE, _KEY, _MERGE = 4.0, 2.0, 0.9, 1 / 75, 1.5
 _JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.5
 
 
@@ -78,12 +78,12 @@ def cost(problem: Problem, work: int, ctas: int, groups: int, sms: int) -> float
     rounds = -(-work * groups // max(1, sms // (ctas * sides)))
     keys = share(problem.keys, ctas * groups)
     columns = problem.dim / 512
-    turn = _TURN + (-(-keys // KEYS) * _TILE + keys / sides * _KEY) * columns
+    work_tile = _WORK_TILE + (-(-keys // KEYS) * _TILE + keys / sides * _KEY) * columns
     merge = _MERGE if ctas > 1 else 0.0
     if groups > 1:
         left = work * groups * sides * SplitLayout(heads, problem.dim).nbytes * 1e-6
         merge += _JOIN + _SPLIT * groups + _MEGABYTE * left
-    return _START + rounds * turn + merge
+    return _START + rounds * work_tile + merge
 
 
 def plan(problem: Problem, sms: int) -> Plan:

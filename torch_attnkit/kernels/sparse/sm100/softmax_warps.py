@@ -27,7 +27,7 @@ from .cta import CtaCoord, Memory
 from .load_tile import mask_of
 
 _INF = float("inf")
-_AT_ONCE = 8  # columns of O' in registers beside S and sums
+_TMEM_COLUMNS = 8  # columns of O' in registers beside S and sums
 
 
 def sync_softmax() -> None:
@@ -65,18 +65,18 @@ class SoftmaxWarps:
         start = tensors.q.iterator.toint() + Int64(tensors.q.stride[0]) * cta.token * c.itemsize
         chunk = _thread() % chunks
         source, column = start + by_head * cta.head + chunk * CHUNK, chunk // line * (c.heads * c.mma.row_bytes)
-        first, rows_at_once = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
+        first, rows_per_copy = _thread() // chunks, const_expr(SOFTMAX_THREADS // chunks)
         source += by_head * first
-        # ``at`` is a multiple of ``rows_at_once``, so that its bits add up to the row's without a carry.
+        # ``at`` is a multiple of ``rows_per_copy``, so that its bits add up to the row's without a carry.
         target, swizzled = m.query_at + column + first * c.mma.row_bytes, (chunk % line) ^ (first & 7)
-        for at in cutlass.range_constexpr(0, c.heads, rows_at_once):
+        for at in cutlass.range_constexpr(0, c.heads, rows_per_copy):
             valid = cutlass.select_(first + at < cta.heads, Int32(CHUNK), Int32(0))
             word_ops.copy_16_async_at(target + (swizzled ^ (at & 7)) * CHUNK, at * c.mma.row_bytes, source, 0, valid)
-            source += by_head * rows_at_once
+            source += by_head * rows_per_copy
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def give_query(self, m: Memory):
+    def release_query(self, m: Memory):
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -178,12 +178,12 @@ class SoftmaxWarps:
         if n > 0:
             cute.arch.mbarrier_wait(m.output, (n - 1) & 1)
             tmem.after_sync()
-            for at in cutlass.range(0, c.mma.parts * own, _AT_ONCE, unroll=1):
+            for at in cutlass.range(0, c.mma.parts * own, _TMEM_COLUMNS, unroll=1):
                 h = h0 + at % own
                 address = tmem.lanes(c.mma.tensor_memory.output + at // own * c.heads + h, cute.arch.warp_idx())
-                values = tmem.load(address, _AT_ONCE)
+                values = tmem.load(address, _TMEM_COLUMNS)
                 tmem.await_loads()
-                factors = [four(m.sFactor, h + x) for x in range(0, _AT_ONCE, 4)]
+                factors = [four(m.sFactor, h + x) for x in range(0, _TMEM_COLUMNS, 4)]
                 tmem.store(address, [v * factors[x // 4][x % 4] for x, v in enumerate(values)])
             tmem.await_stores()
             tmem.before_sync()

@@ -114,7 +114,7 @@ class SharedDequant:
 
 _CHUNK_VALUES = 8  # of a chunk of 16 bytes
 _WORD = 4  # bytes
-_AT_ONCE = 4  # chunks of a lane at most whose codes are read before the first is decoded
+_MAX_IN_FLIGHT = 4  # chunks of a lane at most whose codes are read before the first is decoded
 
 
 @dsl_user_op
@@ -162,8 +162,8 @@ class DequantTiles:
     def __init__(self, config: Config):
         self.c, self.slots = config, Slots(config)
         self.share = SharedDequant(config) if config.sides == SIDES else LocalDequant(config)
-        self.steps = self.share.rows // self.slots.rows_at_once  # chunks of a lane in half a tile
-        self.at_once = max(n for n in range(1, _AT_ONCE + 1) if self.steps % n == 0)
+        self.steps = self.share.rows // self.slots.rows_per_copy  # chunks of a lane in half a tile
+        self.in_flight = max(n for n in range(1, _MAX_IN_FLIGHT + 1) if self.steps % n == 0)
         row = config.row
         self.layout, self.decoder = row.layout, Decoder(row, config.dtype)
         self.nope_chunks = row.nope_dim // _CHUNK_VALUES  # of a row
@@ -222,7 +222,7 @@ class DequantTiles:
         barriers.tiles.await_empty(n)
         stage = self.share.first_row(self.slots.stage(shared, barriers, n))
         for i in cutlass.range_constexpr(self.steps):
-            lane_of_row = i * self.slots.rows_at_once + lane // self.slots.chunks
+            lane_of_row = i * self.slots.rows_per_copy + lane // self.slots.chunks
             source, valid = held_by(lane_of_row, address), (counts >> lane_of_row) & 1
             self._copy_chunk(half, self.slots.chunk_at(stage, lane_of_row * LOADERS + warp), source, valid)
 
@@ -281,9 +281,9 @@ class DequantTiles:
         stage = self.share.first_row(self.slots.stage(shared, barriers, fill))
         full = barriers.tiles.full + barriers.tiles.slot(fill)
         peer = self.share.peer_slot(full)
-        for first in cutlass.range(0, self.steps, self.at_once, unroll=1):
+        for first in cutlass.range(0, self.steps, self.in_flight, unroll=1):
             chunks = []
-            for i in cutlass.range_constexpr(self.at_once):
+            for i in cutlass.range_constexpr(self.in_flight):
                 chunks.append(self._read_row(half, shared, barriers, stage, n, first + i))
             for chunk in chunks:
                 self._decode(chunk, divisor, peer)
@@ -295,7 +295,7 @@ class DequantTiles:
     def _read_row(self, half: int, shared: Int32, barriers: Barriers, stage: Int32, n: Int32, i: Int32) -> Chunk:
         """Load chunk ``i`` of this lane and its scale byte: codes, or bfloat16 RoPE channels. Unpredicated, so that
         loads overlap."""
-        key = (i * self.slots.rows_at_once + cute.arch.lane_idx() // self.slots.chunks) * LOADERS + producer_warp()
+        key = (i * self.slots.rows_per_copy + cute.arch.lane_idx() // self.slots.chunks) * LOADERS + producer_warp()
         at, scales = self.slots.chunk_at(stage, key), self._scales(shared, barriers, n, key)
         nope, words, byte = self._is_nope(half), [], Int32(0)
         # RoPE channels to convert or to send.

@@ -53,7 +53,7 @@ class Slots:
         self.c = config
         self.rows = config.keys // LOADERS  # of a warp
         self.chunks = config.ring.part * config.itemsize // CHUNK  # of half a row in shared memory
-        self.rows_at_once = LANES // self.chunks  # half rows that a warp copies at once
+        self.rows_per_copy = LANES // self.chunks  # half rows that a warp copies at once
 
     def key(self, n: Int32) -> Int32:
         """This lane's key of tile n, from the CTA's first key on; lanes without a row repeat the last one's."""
@@ -123,8 +123,8 @@ class DenseTiles:
         column = (half * self.slots.chunks + lane % self.slots.chunks) * CHUNK
         full = barriers.tiles.await_empty(n)
         stage = self.slots.stage(shared, barriers, n)
-        for i in cutlass.range_constexpr(self.slots.rows // self.slots.rows_at_once):
-            lane_of_row = i * self.slots.rows_at_once + lane // self.slots.chunks
+        for i in cutlass.range_constexpr(self.slots.rows // self.slots.rows_per_copy):
+            lane_of_row = i * self.slots.rows_per_copy + lane // self.slots.chunks
             to = self.slots.chunk_at(stage, lane_of_row * LOADERS + warp)
             op.copy_16_async(to, held_by(lane_of_row, address) + column, ((counts >> lane_of_row) & 1) * CHUNK)
         if lane == 0:
@@ -244,7 +244,7 @@ class Producer:
     ):  # fmt: skip
         """A warpgroup's share of the CTA's resident keys; 0 is the producer, 1 and 2 the consumers. All index lookups
         first."""
-        c, divisor, tiles = self.c, self.tiles.divisor(tensors), self._turns(warpgroup)
+        c, divisor, tiles = self.c, self.tiles.divisor(tensors), self._tiles_of(warpgroup)
         at = [self.slots.key(Int32(n)) for n in tiles]
         guesses = [guess_of(tensors, scalars, tile.token, part, key) for key in at]
         keys = keys_of(c, tensors, scalars, tile.token, part)
@@ -256,7 +256,7 @@ class Producer:
         rows = [row_of(c, tensors, keys, key, entry) for key, entry in zip(numbered, entries, strict=True)]
         self.tiles.load_single_pass(rows, divisor, shared, barriers, tiles, warpgroup)
 
-    def _turns(self, warpgroup: int) -> range:
+    def _tiles_of(self, warpgroup: int) -> range:
         """Tiles of a warpgroup: encoded ones alternate between all three, 16-bit ones are loaded by the consumers, by
         columns."""
         return range(self.c.stages) if self.c.row.plain else range(warpgroup, self.c.stages, 1 + HALVES)

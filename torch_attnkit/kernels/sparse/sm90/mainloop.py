@@ -189,7 +189,7 @@ class Mainloop:
         for half in cutlass.range_constexpr(HALVES):
             barriers.tiles.release(tile.n * HALVES + half)
         scales = self._probabilities(scalars.rescale_threshold, w, rS)
-        self._hand_over(shared, barriers, w, rS, scales, tile)
+        self._send_probabilities(shared, barriers, w, rS, scales, tile)
         if const_expr(ahead == HALVES):
             warpgroup.wait_group(0)
             self._release_other(barriers, before)
@@ -236,7 +236,7 @@ class Mainloop:
         return scales
 
     @cute.jit
-    def _hand_over(
+    def _send_probabilities(
         self, shared: Int32, barriers: Barriers, w: Fragments, rS: cute.Tensor, scales: list[Float32], tile: Tile
     ):
         """Pass P, maxima and rescale factors of a tile to the other warpgroup."""

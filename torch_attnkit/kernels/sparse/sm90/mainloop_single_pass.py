@@ -125,9 +125,9 @@ class SinglePassMainloop:
 
     def _join(self, shared: Int32, thread: Int32, scores: list[cute.Tensor]) -> None:
         """Wait for S and add the other warpgroup's part, as many tiles at once as fit over Q."""
-        room = self.query_bytes // (HEADS * self.c.keys * 4)
-        for n in range(0, len(scores), room):
-            some = scores[n : n + room]
+        capacity = self.query_bytes // (HEADS * self.c.keys * 4)
+        for n in range(0, len(scores), capacity):
+            some = scores[n : n + capacity]
             warpgroup.wait_group(len(scores) - n - len(some))
             if n > 0:
                 sync_consumers()  # the other warpgroup has read the last batch

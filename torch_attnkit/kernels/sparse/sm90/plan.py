@@ -38,7 +38,7 @@ PAIRED_TOKENS = 48
 # Microseconds, roughly: of a launch, of a work tile beside its keys, alone on a multiprocessor and shared, of a
 # cluster's merge, of a key of 512 columns, of joining clusters through device memory, of each of them, and of each
 # megabyte that they leave and read there.
-_START, _TURN, _SHARED_TURN, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
+_START, _WORK_TILE, _SHARED_WORK_TILE, _MERGE, _KEY = 4.0, 1.0, 3.0, 1.5, 1 / 45
 # Of encoded rows, as an H100 took them (docs/lab/sparse.md): a key, and a merge, of which each CTA has a share.
 _CODED_KEY, _CODED_MERGE, _CODED_SHARE = 1 / 18, 0.5, 12.0
 _JOIN, _SPLIT, _MEGABYTE = 2.0, 0.15, 0.7
@@ -94,7 +94,7 @@ def cost(problem: Problem, work: int, sms: int, cut: Split) -> float:
     """Microseconds, roughly, of ``work`` work tiles."""
     ctas, groups, sides = cut
     rounds = -(-work // sides * groups // max(1, resident_clusters(ctas * sides, sms, 1)))
-    turn = _TURN if ctas * groups == 1 else _SHARED_TURN
+    work_tile = _WORK_TILE if ctas * groups == 1 else _SHARED_WORK_TILE
     keys, merge = share(problem.keys, ctas * groups) * _KEY, _MERGE
     if problem.format != "none":  # whole tiles, at least one per warpgroup
         tile = DEQUANT_TILES[problem.dim][0]
@@ -104,7 +104,7 @@ def cost(problem: Problem, work: int, sms: int, cut: Split) -> float:
     if groups > 1:
         left = work * groups * SplitLayout(min(problem.heads, HEADS), problem.dim).nbytes * 1e-6
         merge += _JOIN + _SPLIT * groups + _MEGABYTE * left
-    return _START + rounds * (turn + keys * problem.dim / 512) + merge
+    return _START + rounds * (work_tile + keys * problem.dim / 512) + merge
 
 
 def _single_pass_tile(problem: Problem, ctas: int, groups: int, sides: int) -> tuple[int, int] | None:

@@ -116,7 +116,7 @@ class SplitBuffers(Fixed):
 
 
 _INF = float("inf")
-_AT_ONCE = 4  # splits in flight
+_IN_FLIGHT = 4  # splits in flight
 
 
 def _warp() -> Int32:
@@ -293,15 +293,15 @@ class SplitCombine:
             for rO in sums:
                 rO.fill(0.0)
             row_max, row_sum = Float32(-_INF), Float32(0.0)
-            for n in cutlass.range(0, scalars.groups, _AT_ONCE, unroll=1):
+            for n in cutlass.range(0, scalars.groups, _IN_FLIGHT, unroll=1):
                 # Past the end the last split again, with weight 0.
-                at = [first + Int64(cutlass.min(n + i, scalars.groups - 1)) * size for i in range(_AT_ONCE)]
+                at = [first + Int64(cutlass.min(n + i, scalars.groups - 1)) * size for i in range(_IN_FLIGHT)]
                 stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
                 news = [
                     [op.load_4_floats(a + c.split.output_at(row, chunk * columns + 4 * x)) for a in at]
                     for x in range(columns // 4)
                 ]
-                valid_splits = [n + i < scalars.groups for i in range(_AT_ONCE)]
+                valid_splits = [n + i < scalars.groups for i in range(_IN_FLIGHT)]
                 maxima = [cutlass.select_(t, s[0], Float32(-_INF)) for t, s in zip(valid_splits, stats, strict=True)]
                 old_max, old_sum = row_max, row_sum
                 for rO, new in zip(sums, news, strict=True):

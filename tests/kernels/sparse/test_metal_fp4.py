@@ -41,10 +41,10 @@ def test_codes_and_scales_are_those_of_the_two_ops(
     o_global = args[13] if len(args) > 13 else None
     with torch_attnkit.simulate("metal"), metal.settings(mode="checked", strict=True):
         got = A.sparse_fmha_inverse_rope_fp4(*args, **kwargs)
-        numbers = A.sparse_fmha_with_swa(*args[:3], *args[5:13], **how)[0]
+        dense = A.sparse_fmha_with_swa(*args[:3], *args[5:13], **how)[0]
         form: dict[str, Any] = dict(format=kwargs["o_format"], scale_layout=kwargs["scale_layout"])
-        want = A.inverse_rope_fp4(numbers, *args[3:5], o_global, groups=kwargs["groups"], **form)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, want, strict=True))
+        want = A.inverse_rope_fp4(dense, *args[3:5], o_global, groups=kwargs["groups"], **form)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))
 
 
 def test_numbers_do_not_go_through_memory():

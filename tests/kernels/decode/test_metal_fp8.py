@@ -66,8 +66,8 @@ def test_queries_of_codes_give_what_their_numbers_give(keys: int):
 @pytest.mark.parametrize("given", [g for g in itertools.product((False, True), repeat=3) if any(g)])
 def test_scales_belong_to_a_sequence_and_a_head(given: tuple[bool, ...]):
     """Each alone and together, of rows that lie apart."""
-    room = torch.exp2(normal(7, 3, 2, 5, dtype=torch.float32))
-    scales = [room[i, :, :2] if on else None for i, on in enumerate(given)]
+    padded = torch.exp2(normal(7, 3, 2, 5, dtype=torch.float32))
+    scales = [padded[i, :, :2] if on else None for i, on in enumerate(given)]
     caches = (normal(i, 2, 2, 70, 64).to(E4M3) for i in (1, 2))
     keys = (*caches, ints(70, 33), None, None, *scales)
     queries = (normal(0, 2, 8, 64, dtype=dtype) for dtype in (torch.bfloat16, E4M3))
