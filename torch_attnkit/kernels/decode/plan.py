@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch_attnkit.cuda.compile import Trace
 from torch_attnkit.cuda.smem import RESERVED, SHARED
 from torch_attnkit.cuda.workspace import SplitLayout
 
 from .config import FLAG_BYTES, Fp8KvConfig, MmaConfig
 from .problem import Problem
 from .traces import trace_mma
+
+if TYPE_CHECKING:
+    from torch_attnkit.cuda.compile import Trace
 
 # (D, Dv) over caches of E4M3: multiples of 32 could be, up to 256, as many columns as Q has registers for.
 FP8_KV_HEADS = ((64, 64), (128, 128), (256, 256))

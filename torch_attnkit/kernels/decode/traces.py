@@ -6,9 +6,10 @@ bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch_attnkit.cuda.compile import Traced
+if TYPE_CHECKING:
+    from torch_attnkit.cuda.compile import Traced
 
 
 def trace_mma(arch: str, *, dtype: str, fp8_kv: bool = False, **sizes: Any) -> Traced:
