@@ -222,13 +222,13 @@ def timed(shared: Shared, here: Here) -> dict[str, Any]:
             torch.cuda.synchronize()
             row[i] = before.elapsed_time(after) * 1e3 / runs[i].calls
         took.append(row)
-    local_args = torch.tensor(took, dtype=torch.float64, device=here.device)  # (rounds, 3)
-    parts = [torch.empty_like(local_args) for _ in range(here.world)]
-    dist.all_gather(parts, local_args)
+    times = torch.tensor(took, dtype=torch.float64, device=here.device)  # (rounds, 3)
+    parts = [torch.empty_like(times) for _ in range(here.world)]
+    dist.all_gather(parts, times)
     each = torch.stack(parts).cpu()  # (P, rounds, 3)
     one = min(statistics.median(p) for p in each[:, :, 0].tolist())
     all_gpus, share = (statistics.median(each[:, :, i].amax(0).tolist()) for i in (1, 2))
-    issued = {f"issued_{who}": summary_line for who, (_, summary_line) in ways.items()}
+    issued = {f"issued_{who}": how for who, (_, how) in ways.items()}
     return {"us_one": one, "us_all": all_gpus, "us_share": share, "ratio": one / all_gpus, **issued}
 
 
@@ -287,8 +287,8 @@ def summary_line(found: dict[str, Any]) -> str:
     )
 
 
-def log(summary_line: str) -> None:
-    console.print(summary_line, soft_wrap=True, highlight=False, markup=False)
+def log(message: str) -> None:
+    console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
 def work(rank: int, world: int, folder: str, backend: str, only: str) -> None:

@@ -93,6 +93,15 @@ def test_a_kernel_that_is_named_for_another_arch_does_not_count(package):
     assert package(other, arch="sm100") != package(arch="sm100")
 
 
+@pytest.mark.parametrize("importer", ["torch_attnkit.kernel", "torch_attnkit.cuda.sm90.fast"])
+def test_an_import_of_another_archs_module_counts_where_an_arch_makes_it(package, importer):
+    """One of a module of no architecture is for the other one's sake."""
+    imports = {importer: "from torch_attnkit.cuda.sm100 import fast\n\n\ndef f():\n    return fast.C\n"}
+    for function, names in ((digest.of_modules, (importer,)), (digest.of_definitions, (importer, "f"))):
+        of = lambda more, function=function, names=names: package(imports | more, "sm90", function, names)
+        assert (of({}) != of({"torch_attnkit.cuda.sm100.fast": "C = 2"})) == (importer != "torch_attnkit.kernel")
+
+
 def test_of_a_module_only_the_definitions_that_are_used_count(package):
     text = "A = 1\nB = A + 1\nC = 3\n\n\ndef f():\n    return B\n"
     name = "torch_attnkit.kernel"

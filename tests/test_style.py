@@ -63,9 +63,6 @@ KEPT = {
     "torch_attnkit/ops/*/reference.py": "numbers place turned unseen",
     "torch_attnkit/core/dispatch.py": "room",  # as csrc/dispatch has it
     "torch_attnkit/cuda/repeat.py": "place room",
-    # Parameters of entries are part of the fingerprint of compiled kernels:
-    "torch_attnkit/kernels/batched_gemm/sm90/kernel_fp4_wgmma.py": "numbers",
-    "torch_attnkit/kernels/cache/kernel.py": "numbers",
     "torch_attnkit/integrations/flash_attn_4.py": "once",  # once_differentiable of PyTorch
 }
 Files = dict[str, str]

@@ -59,8 +59,7 @@ def reach(*names: str, arch: str = "") -> set[str]:
         if name not in seen:
             seen.add(name)
             uses, named = _of_function(name, function) if function else (_uses(name), _named(name))
-            owned = _belongs_elsewhere(name, arch="none")
-            todo += [n for n in uses if not _is_shared(n) and (owned or not _belongs_elsewhere(n, arch))]
+            todo += [n for n in uses if _counts(n, name, arch)]
             todo += [n for n in named if not _is_shared(n) and not _belongs_elsewhere(n, arch)]
     return seen
 
@@ -69,8 +68,7 @@ def reach(*names: str, arch: str = "") -> set[str]:
 def of_definitions(module: str, *names: str, arch: str = "") -> str:
     """The digest of some definitions of a module, of those that they use there, and of the modules that these use."""
     found, used = _definitions(module), _used(module, *names)
-    imported = {m for name, m in _imports(module) if name in used and not _is_shared(m)}
-    kept = sorted(m for m in imported if not _belongs_elsewhere(m, arch))
+    kept = sorted({m for name, m in _imports(module) if name in used and _counts(m, module, arch)})
     return of(*(_canonical(found[n]) for n in sorted(used) if n in found), of_modules(*kept, arch=arch))
 
 
@@ -310,6 +308,13 @@ def _is_shared(module: str) -> bool:
 
 def _belongs_elsewhere(module: str, arch: str) -> bool:
     return bool(arch) and any(part in module.split(".") for part in _ARCHS if part != arch)
+
+
+def _counts(module: str, importer: str, arch: str) -> bool:
+    """Whether a module that ``importer`` imports counts for ``arch``: what an architecture takes from another does."""
+    return not _is_shared(module) and (
+        any(part in importer.split(".") for part in _ARCHS) or not _belongs_elsewhere(module, arch)
+    )
 
 
 def _without_comments(text: str) -> str:

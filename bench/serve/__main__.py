@@ -65,8 +65,7 @@ def main(
     folder = out if out is not None else Path(tempfile.mkdtemp(prefix="bench-serve-"))
     run = load.Run(
         model, "", str(folder.resolve()), device, layers, chosen("parts", parts, load.PARTS), profile, judge,
-        tensor_parallel, dtype or ("float32" if device == "cpu" else "bfloat16"), device == "cpu",
-        kv_cache,
+        tensor_parallel, dtype or ("float32" if device == "cpu" else "bfloat16"), device == "cpu", kv_cache,
     )  # fmt: skip
     for packed in (True, False):
         run.served.save(folder / ("packed" if packed else "dense"), packed=packed)
@@ -87,14 +86,14 @@ def main(
 
 def chosen(option: str, text: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
     """The words of an option that takes several."""
-    options = tuple(word for word in text.split(",") if word)
-    if odd := [word for word in options if word not in accepted]:
+    names = tuple(name for name in text.split(",") if name)
+    if odd := [name for name in names if name not in accepted]:
         raise typer.BadParameter(f"--{option} has {', '.join(odd)}, accepted: {', '.join(accepted)}")
-    return options
+    return names
 
 
-def echo(options: str) -> None:
-    console.print(options, soft_wrap=True, highlight=False, markup=False)
+def echo(message: str) -> None:
+    console.print(message, soft_wrap=True, highlight=False, markup=False)
 
 
 def served(run: load.Run, names: list[str], end: float) -> tuple[table.Records, list[str]]:

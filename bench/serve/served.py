@@ -255,9 +255,9 @@ def main(run: load.Run) -> None:
     file = Path(run.folder) / f"{run.case}.json"
     record: dict[str, Any] = {"run": asdict(run) | {"folder": ""}, "parts": {}}
 
-    def log(variables: str) -> None:
+    def log(message: str) -> None:
         file.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"{time.perf_counter() - _BEGAN:.1f} s: {variables}", flush=True)
+        print(f"{time.perf_counter() - _BEGAN:.1f} s: {message}", flush=True)
 
     engine = Engine(run)
     record["start_s"] = time.perf_counter() - _BEGAN

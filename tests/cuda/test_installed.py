@@ -57,15 +57,16 @@ def test_a_simulator_which_needs_ptx_passes_wheels_over(site, monkeypatch):
     assert compile.get(REQUEST, simulated=True).library.name == "new"
 
 
-def test_a_wheel_of_other_sources_is_told_and_its_kernels_are_not_used(site, monkeypatch):
+@pytest.mark.parametrize("key", ["traces", "modules"])  # modules: as the first wheels had it
+def test_a_wheel_of_other_sources_is_told_and_its_kernels_are_not_used(site, monkeypatch, key):
     (found,) = installed.wheels()
     assert found.current and found.kernels == [REQUEST.file]
     words = lambda: next(iter(cli._kernels()))
     assert words().endswith(f"{found}, for sm90: 1, made from the sources that run here")
     about = site / "torch_attnkit_kernels_sm90" / installed.ABOUT
-    about.write_text(
-        json.dumps(json.loads(about.read_text()) | {"sources": "another", "traces": ["torch_attnkit.x:trace"]})
-    )
+    others = json.loads(about.read_text()) | {"sources": "another"}
+    del others["traces"]
+    about.write_text(json.dumps(others | {key: ["torch_attnkit.x:trace"]}))
     installed.wheels.cache_clear()
     assert "made from other sources than run here: kernels whose sources are the same are used" in words()
     monkeypatch.setattr(compile.digest, "of_definitions", lambda *names, arch: "other sources")

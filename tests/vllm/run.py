@@ -69,19 +69,19 @@ def main(names: list[str]) -> int:
             runs = [run for both in rounded.values() for run in both]
             texts = [(r["prompt"] + r["tokens"], len(r["tokens"])) for run in runs for r in requests(run)]
             theirs = generated(dense, reference, texts, dtype="float32")
-            for means, options in {name: {}, **shared}.items():
+            for how, options in {name: {}, **shared}.items():
                 ours = generated(checkpoint, "CUSTOM", dtype="float32", **options)
                 # Workers count for themselves.
                 wrong = differences(theirs, ours) + used(theirs, ours, set() if options else ops)
                 failed |= bool(wrong)
-                print(f"{means}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
+                print(f"{how}: {'; '.join(wrong) or 'equal'}", summary(theirs, ours), flush=True)
             scored = iter(theirs["told"])
             for what, both in rounded.items():
-                wrong, means = farther(*both, [next(scored) for run in both for _ in requests(run)])
+                wrong, distances = farther(*both, [next(scored) for run in both for _ in requests(run)])
                 wrong = [message for message in wrong if "FP8" not in what or message.startswith(PROBABILITIES)]
                 wrong += used(*both, ops)
                 failed |= bool(wrong)
-                print(f"{name} {what}: {'; '.join(wrong) or 'as near to float32'}", means, flush=True)
+                print(f"{name} {what}: {'; '.join(wrong) or 'as near to float32'}", distances, flush=True)
     return int(failed)
 
 
@@ -144,14 +144,14 @@ def used(theirs: dict[str, Any], ours: dict[str, Any], ops: set[str]) -> list[st
 def farther(theirs: dict[str, Any], ours: dict[str, Any], scored: list[list[list[float]]]) -> tuple[list[str], str]:
     """What of ours is farther from float32 than theirs, and how far both are; ``scored`` are float32's
     log-probabilities at each place of theirs and then of ours."""
-    wrong, means = [], []
+    wrong, both = [], []
     half = len(requests(theirs))
     distances = [from_float32(run, scored[i * half :][:half]) for i, run in enumerate((theirs, ours))]
     for what, (a, b) in {key: [d[key] for d in distances] for key in distances[0]}.items():
-        means.append(f"{what} {b:.1e}, theirs {a:.1e}")
+        both.append(f"{what} {b:.1e}, theirs {a:.1e}")
         if not b <= AS_GOOD * a + ROUNDING:
             wrong.append(f"{what} {b:.1e}, at most {AS_GOOD} x {a:.1e} + {ROUNDING:.1e}")
-    return wrong, f"({', '.join(means)})"
+    return wrong, f"({', '.join(both)})"
 
 
 def from_float32(run: dict[str, Any], scored: list[list[list[float]]]) -> dict[str, float]:

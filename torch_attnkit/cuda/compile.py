@@ -119,8 +119,8 @@ class Compiled:
 def launcher(target: Target, device: torch.device, trace: Trace, **signature: Any) -> Callable[..., None]:
     """The function that launches one kernel on ``device``, compiled for ``target`` if it has never been.
 
-    The function takes the arguments that ``trace`` declares, by position and
-    without the stream: it launches on torch's current stream.
+    The function takes the arguments that ``trace`` declares, by position and without the stream: it launches on torch's
+    current stream.
     Raises UnsupportedError without nvidia-cutlass-dsl, RuntimeError if the kernel does not compile.
     """
     request = Request.of(target.arch, trace, **signature)

@@ -28,7 +28,7 @@ class Wheel:
     version: str
     folder: Path
     arch: str
-    traces: tuple[str, ...]  # module:function
+    traces: tuple[str, ...]  # module:function; none of a wheel from before kernels were asked for so
     sources: str
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ def wheels() -> tuple[Wheel, ...]:
         for folder in map(Path, folders):
             if (folder / ABOUT).is_file() and entry.dist is not None:
                 about = json.loads((folder / ABOUT).read_text("utf-8"))
-                facts = about["arch"], tuple(about["traces"]), about["sources"]
+                facts = about["arch"], tuple(about.get("traces", ())), about["sources"]
                 found.append(Wheel(entry.dist.name, entry.dist.version, folder, *facts))
     return tuple(found)
 
