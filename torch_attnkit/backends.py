@@ -11,6 +11,7 @@ import importlib
 import torch
 
 from torch_attnkit.core import native, runtimes
+from torch_attnkit.core.target import NVIDIA
 
 
 def register() -> None:
@@ -19,7 +20,7 @@ def register() -> None:
     runtimes.register_origins(lambda plan: importlib.import_module("torch_attnkit.cuda.compile").origins(plan))
     runtimes.register("metal", lambda: torch.mps, simulated=False)
     runtimes.register("metal", functools.partial(importlib.import_module, "torch_attnkit.sim.metal"), simulated=True)
-    for arch in ("sm90", "sm100"):
+    for arch in NVIDIA:
         runtimes.register(
             arch, functools.partial(importlib.import_module, "torch_attnkit.cuda.driver"), simulated=False
         )

@@ -24,13 +24,16 @@ _SHARED = tuple(
     f"{_PACKAGE}.{name}"
     for name in ("backends", "core", "cuda.compile", "cuda.driver", "digest", "mps.library", "paths", "sim")
 )
-_ARCHS = ("sm90", "sm100")
+# Folders of architectures, and the architectures whose kernels are there.
+_ARCHS = {"sm80": ("sm80", "sm89", "sm120"), "sm90": ("sm90",), "sm100": ("sm100",), "sm120": ("sm120",)}
 _Definition = tuple[str, str]  # a module, and a name there
 _meanings: dict[_Definition, str] = {}
 _open: set[_Definition] = set()  # of the circles that what is being read belongs to, what has not ended yet
 # Fields that a newer Python adds to a tree, or that say how something was written and not what it means.
 _NO_MEANING = {"ctx", "kind", "type_comment", "type_params"}
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\')', re.S)
+_TARGET = re.compile(r"sm_?(\d+)[af]?")
+_TARGET_LINE = re.compile(r'^\{"sm_(\d+)", .*\},$\n?', re.M)
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+[<"](attnkit/[\w./-]+)[>"]', re.M)
 
 
@@ -102,13 +105,42 @@ def of_cpu() -> str:
 
 
 @functools.cache
-def of_simulator(name: str) -> str:
-    """The digest of a simulator, ``metal`` or ``ptx``: its Python and its C++."""
+def of_simulator(name: str, arch: str = "") -> str:
+    """The digest of a simulator, ``metal`` or ``ptx``: its Python and its C++.
+
+    With ``arch``, what tables say of other targets is left out: entries of dicts in Python, lines of C++.
+    """
     home = paths.csrc() / "sim"
     cpp = sorted(p for f in home.glob(f"{name}*") for p in f.rglob("*") if p.suffix in (".cpp", ".h"))
     # By path: files of one name in several rooms (lanes, machine's and the checker's) are told apart.
-    texts = (f"{path.relative_to(home).as_posix()}\n{_without_comments(path.read_text())}" for path in cpp)
-    return of(*(_meaning(m) for m in sorted(_modules()) if m.startswith(f"{_PACKAGE}.sim.{name}")), *texts)
+    texts = (
+        f"{path.relative_to(home).as_posix()}\n{_for_target(_without_comments(path.read_text()), arch)}" for path in cpp
+    )
+    modules = (m for m in sorted(_modules()) if m.startswith(f"{_PACKAGE}.sim.{name}"))
+    tables = _OfTarget(arch)
+    return of(*(_canonical(tables.visit(copy.deepcopy(_tree(m)))) for m in modules), *texts)
+
+
+class _OfTarget(ast.NodeTransformer):
+    """Leaves the entries of other targets out of dicts whose keys are targets, ``sm90`` or ``sm_90a``."""
+
+    def __init__(self, arch: str):
+        self.arch = arch
+
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        named = (k.value if isinstance(k, ast.Constant) else None for k in node.keys)
+        kept = [i for i, key in enumerate(named) if not isinstance(key, str) or self._counts(key)]
+        entries = ast.Dict([node.keys[i] for i in kept], [node.values[i] for i in kept])
+        return self.generic_visit(entries)
+
+    def _counts(self, key: str) -> bool:
+        target = _TARGET.fullmatch(key)
+        return not (self.arch and target) or f"sm{target[1]}" == self.arch
+
+
+def _for_target(text: str, arch: str) -> str:
+    """C++ text without the lines of tables that are of other targets."""
+    return _TARGET_LINE.sub(lambda line: line[0] if arch in ("", f"sm{line[1]}") else "", text)
 
 
 @functools.cache
@@ -307,7 +339,7 @@ def _is_shared(module: str) -> bool:
 
 
 def _belongs_elsewhere(module: str, arch: str) -> bool:
-    return bool(arch) and any(part in module.split(".") for part in _ARCHS if part != arch)
+    return bool(arch) and any(part in module.split(".") for part, archs in _ARCHS.items() if arch not in archs)
 
 
 def _counts(module: str, importer: str, arch: str) -> bool:

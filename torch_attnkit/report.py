@@ -14,8 +14,11 @@ from torch_attnkit.parity import evidence
 ARCHS = {
     "cpu": "CPU",
     "metal": "Apple GPU (Metal)",
+    "sm80": "NVIDIA Ampere (sm80)",
+    "sm89": "NVIDIA Ada (sm89)",
     "sm90": "NVIDIA Hopper (sm90)",
     "sm100": "NVIDIA Blackwell (sm100)",
+    "sm120": "NVIDIA GeForce RTX 50, RTX PRO, DGX Spark (sm120)",
 }
 _HEAD = """\
 # What runs where

@@ -52,7 +52,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """One row of the table: what it runs on, a key of ``WHERE``, what it accepts, and what takes its calls."""
+    """One row of the table: what it runs on, keys of ``WHERE``, what it accepts, and what takes its calls."""
 
     on: str
     dtypes: str
@@ -63,7 +63,7 @@ class Kernel:
 
     @property
     def archs(self) -> tuple[str, ...]:
-        return WHERE[self.on]
+        return tuple(arch for name in self.on.split() for arch in WHERE[name])
 
     def refusal(self, call: Call) -> str | None:
         """Why this row does not accept ``call``, the first reason, or None if it does."""

@@ -13,16 +13,19 @@ from . import config, native, runtimes
 from .errors import UnsupportedError
 
 # What a row of the table says it runs on, a device or one of its architectures, and which these are.
+NVIDIA = ("sm80", "sm89", "sm90", "sm100", "sm120")
 WHERE = {
     "cpu": ("cpu",),
     "mps": ("metal",),
-    "cuda": ("sm90", "sm100"),
-    "sm90": ("sm90",),
-    "sm100": ("sm100",),
+    "cuda": NVIDIA,
+    **{arch: (arch,) for arch in NVIDIA},
 }
-SIMULATED = ("metal", "sm90", "sm100")
-# Compute capability (major) to arch. 10.x covers B200 and B300; 12.x has no tensor memory and is another machine.
-_CAPABILITY = {9: "sm90", 10: "sm100"}
+SIMULATED = ("metal", *NVIDIA)
+# Compute capability to arch. 10.x are B200 and B300; 12.x, GeForce RTX 50, RTX PRO and DGX Spark, has no tensor memory.
+_CAPABILITY = {
+    (8, 0): "sm80", (8, 6): "sm80", (8, 9): "sm89", (9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100",
+    (12, 0): "sm120", (12, 1): "sm120",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ def simulate(arch: str) -> Iterator[Target]:
     """Run the kernels of ``arch`` on CPU tensors, through its simulator, inside this block.
 
     The choice belongs to the current thread and asyncio task; other threads are not affected, and blocks nest.
-    Raises ValueError for an arch that is not one of metal, sm90, sm100, UnsupportedError if its simulator is missing.
+    Raises ValueError for an arch that is not one of metal, sm80, sm89, sm90, sm100, sm120, UnsupportedError if its
+    simulator is missing.
     """
     if arch not in SIMULATED:
         raise ValueError(f"simulate: got {arch!r}, accepted: {', '.join(SIMULATED)}")
@@ -72,9 +76,9 @@ def target_of(device: torch.device) -> Target:
         return Target("metal")
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        if major in _CAPABILITY:
-            return Target(_CAPABILITY[major])
-        have = ", ".join(f"{m}.x ({a})" for m, a in _CAPABILITY.items())
+        if (major, minor) in _CAPABILITY:
+            return Target(_CAPABILITY[major, minor])
+        have = ", ".join(f"{m}.{n} ({a})" for (m, n), a in _CAPABILITY.items())
         name = torch.cuda.get_device_name(device)
         raise UnsupportedError(f"{name} has compute capability {major}.{minor}; there are kernels for {have}")
     raise UnsupportedError(f"device {device.type!r}: accepted are cpu, mps and cuda")

@@ -39,12 +39,14 @@ from torch_attnkit.core.errors import UnsupportedError
 from torch_attnkit.core.target import Target
 
 from . import compile_times, fingerprint, installed, repeat
+from .limits import tracing
 from .passes import in_stages
 
 COMPILER, CALLS = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 _EXTRAS = {COMPILER: "compile", CALLS: "cuda"}  # what installs a package
 # A cubin for sm_100f is for every GPU of that family: a B200 (10.0) and a B300 (10.3), which refuses one for sm_100a.
-GPU_ARCH = {"sm90": "sm_90a", "sm100": "sm_100f"}
+# One for sm_120f is for GeForce RTX 50, RTX PRO (12.0) and DGX Spark (12.1), one for sm_80 for GPUs of 8.0 and 8.6.
+GPU_ARCH = {"sm80": "sm_80", "sm89": "sm_89", "sm90": "sm_90a", "sm100": "sm_100f", "sm120": "sm_120f"}
 _FAMILIES = "torch_attnkit.kernels."
 Traced = tuple[Any, list[Any]]  # a host function of CuTeDSL's, and stand-ins for its arguments
 Trace = Callable[..., Traced]  # (arch, **signature), at the top of a module of a family
@@ -273,7 +275,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
             request.arch, **dict(request.signature)
         )
         built, options = Compiled(request, Path(work) / "kernel.o"), f"{_options(request.arch)} --dump-dir {work}"
-        with in_stages(assembled=not simulated):
+        with in_stages(assembled=not simulated), tracing(request.arch):
             # An engine would make machine code of the host's a second time; what is kept is the exported library.
             compiled = cute.compile(host, *arguments, options=options, no_jit_engine=True)
             compiled.export_to_c(str(built.library), built.symbol, export_only_tvm_ffi_symbols=True)

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, const_expr
 
 from torch_attnkit.formats.nvfp4 import GLOBAL_SCALE_MAX
 
-from . import fp4
+from . import e4m3, fp4
 from .fp4 import permute_bytes
 from .warp_ops import fma, pack
 
@@ -68,7 +68,7 @@ class Quantizer:
         """
         top, whole = amax_of(x, pairs, dtype, self.lanes)
         if const_expr(self.nvfp4):
-            byte, scale = fp4.nvfp4_scale(top, gs)
+            byte, scale = e4m3.nvfp4_scale(top, gs)
             r = fp4.nvfp4_factor(scale, gs)
         else:
             byte, _ = fp4.mxfp4_scale(top, self.floor)
@@ -126,7 +126,7 @@ class Reader:
 
     def magnitudes(self, byte: Int32, gs: Any) -> list[Any]:
         """The numbers of codes 0 to 7, without the sign that an E4M3 scale may have."""
-        scale = fp4.e4m3_values(byte & 0x7F)[0] if self.nvfp4 else fp4.ue8m0_value(byte)
+        scale = e4m3.numbers(byte & 0x7F)[0] if self.nvfp4 else fp4.ue8m0_value(byte)
         if gs is None:
             return [fp4.times(scale, Float32(m)) for m in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
         half, three = (self.quotient(fp4.times(scale, Float32(m)), *gs) for m in (0.5, 1.5))

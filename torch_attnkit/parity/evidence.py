@@ -62,6 +62,10 @@ def row_title(op: str, row: Kernel) -> str:
     return " | ".join((f"{op}/{row.on}", row.dtypes, dims, row.features, "; ".join(row.needs)))
 
 
+def _simulator_of(arch: str) -> str:
+    return digest.of_simulator("metal") if arch == "metal" else digest.of_simulator("ptx", arch)
+
+
 @functools.cache
 def sources_of(op: str, index: int, target: Target) -> str:
     """The digest of the sources that the result of a row depends on, on hardware or in a simulator."""
@@ -80,7 +84,7 @@ def sources_of(op: str, index: int, target: Target) -> str:
     if "torch_attnkit.cpu" in digest.reach(*record.entries(row), arch=target.arch):
         parts.append(digest.of_cpu())
     if target.simulated:
-        parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
+        parts.append(_simulator_of(target.arch))
     return digest.of(*parts)
 
 
@@ -106,7 +110,7 @@ def runs_of(op: str, index: int, target: Target, each: Map = map) -> str:
     if row.launcher and row.launcher.narrow_sums:
         parts.append(digest.of_meaning("torch_attnkit.oracle.hopper_sums", "TensorCoreSums"))
     if target.simulated:
-        parts.append(digest.of_simulator("metal" if target.arch == "metal" else "ptx"))
+        parts.append(_simulator_of(target.arch))
     return digest.of(*parts)
 
 

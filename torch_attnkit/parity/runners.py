@@ -10,15 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from torch_attnkit.core import Target, UnsupportedError, runtimes
-from torch_attnkit.core.target import SIMULATED, target_of
+from torch_attnkit.core.target import NVIDIA, SIMULATED, target_of
 from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.ptx import settings as ptx_settings
 
 SCHEDULES = 4  # of the PTX simulator: the plain one and three hostile ones, which cases use cyclically
 _CHECKED = {  # what a simulator finds besides a wrong result
     "metal": "bounds, alignment, races, uninitialised reads, divergent barriers and collectives",
-    "sm90": "bounds, alignment, races, uninitialised reads, barrier misuse, under four schedules in turn",
-    "sm100": "bounds, alignment, races, uninitialised reads, barrier misuse, under four schedules in turn",
+    **dict.fromkeys(
+        NVIDIA, "bounds, alignment, races, uninitialised reads, barrier misuse, under four schedules in turn"
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from torch_attnkit.core import memory
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.limits import LIMITS
 
 from ..grouped_gemm.problem import BLOCK
 from ..prefill.launch import reader
@@ -56,7 +57,8 @@ def _wgmma(p: Problem, target: Target, tile: hopper.Tile, sms: int) -> Callable[
 def _mma(p: Problem, target: Target) -> Callable[[Operands], None]:
     run = compile.launcher(
         target, p.device, trace,
-        dtypes=(short(p.dtype), short(p.out_dtype)), even=p.n % 2 == 0, config=astuple(configure(p.tokens)),
+        dtypes=(short(p.dtype), short(p.out_dtype)), even=p.n % 2 == 0, 
+        config=astuple(configure(p.tokens, LIMITS[target.arch].shared)),
     )  # fmt: skip
     x_fits, weight_fits = (all(n % CHUNK == 0 for n in (p.k, *steps)) for steps in (p.x, p.weight))
 

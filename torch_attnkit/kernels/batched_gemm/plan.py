@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 K_TILE = 64  # elements of a row in one stage: 128 bytes
 CHUNK = 8  # elements of 16 bytes, what a thread copies at once
@@ -26,10 +26,14 @@ class Config:
         return (self.tokens + self.n) * K_TILE * 2
 
 
-def configure(tokens: int) -> Config:
-    """Few tokens: narrow tiles and a deep ring, for reading the weights is all there is to do. None is tuned."""
+def configure(tokens: int, shared: int) -> Config:
+    """Few tokens: narrow tiles and a deep ring, for reading the weights is all there is to do. None is tuned.
+
+    ``shared``: bytes of shared memory that a CTA may have.
+    """
     if tokens <= 16:
         return Config(16, 64, (1, 4), 8)
     if tokens <= 64:
         return Config(32, 64, (1, 4), 8)
-    return Config(128, 128, (2, 4), 4)
+    many = Config(128, 128, (2, 4), 4)
+    return many if many.stages * many.stage_bytes <= shared else replace(many, stages=3)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cutlass import BFloat16, Float32, Int32
 
-from torch_attnkit.cuda import fp4
+from torch_attnkit.cuda import e4m3, fp4
 from torch_attnkit.cuda.fp4_blocks import Reader
 from torch_attnkit.cuda.warp_ops import pack
 
@@ -38,7 +38,7 @@ class Decoder:
             return self.read.values(codes, byte, gs)
         scale = fp4.ue8m0_value(byte)
         halves = (half for word in codes for half in (word, word >> 16))
-        return self._words([tuple(fp4.times(x, scale) for x in fp4.e4m3_values(half)) for half in halves])
+        return self._words([tuple(fp4.times(x, scale) for x in e4m3.numbers(half)) for half in halves])
 
     def rope(self, pairs: list[Any]) -> list[Any]:
         """Words of values from words of bfloat16 pairs, which bfloat16 keeps bit for bit."""

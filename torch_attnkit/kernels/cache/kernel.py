@@ -18,9 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, Uint8, const_expr
 
-from torch_attnkit.cuda import copies, fake, fp4
+from torch_attnkit.cuda import copies, e4m3, fake, fp4
 from torch_attnkit.cuda.fp4_blocks import Quantizer, amax_of, floats_of
-from torch_attnkit.cuda.warp_ops import pack, pack_e4m3
+from torch_attnkit.cuda.warp_ops import pack
 from torch_attnkit.kernels.fp4.rows import pieces, store_byte
 
 from .decoder import Decoder
@@ -195,7 +195,7 @@ class RowEncoder:
         byte, _ = fp4.mxfp8_scale(top)
         r = fp4.ue8m0_reciprocal(byte)
         scaled = [fp4.times(number, r) for number in x]
-        return fragment_of([pack_e4m3(scaled[i : i + 4]) for i in range(0, CELL, 4)]), byte
+        return fragment_of([e4m3.pack(scaled[i : i + 4]) for i in range(0, CELL, 4)]), byte
 
     def rounded(self, rX: Any) -> Any:
         """Bytes of a cell in bfloat16: bfloat16 inputs bit for bit, NaN payloads, too."""

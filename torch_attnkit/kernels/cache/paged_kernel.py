@@ -15,8 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr
 
-from torch_attnkit.cuda import copies, fake, fp4
-from torch_attnkit.cuda.warp_ops import pack_e4m3
+from torch_attnkit.cuda import copies, e4m3, fake, fp4, pdl
 
 
 class _PagedWriter:
@@ -36,7 +35,7 @@ class _PagedWriter:
         stream: cuda.CUstream,
     ):
         self.kernel(mK, mV, mKcache, mVcache, mSlot, mKscale, mVscale).launch(
-            grid=(mSlot.shape[0], 2, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(mSlot.shape[0], 2, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=pdl.use()
         )
 
     @cute.kernel
@@ -50,8 +49,8 @@ class _PagedWriter:
         mKscale: cute.Tensor | None,
         mVscale: cute.Tensor | None,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        pdl.launch_dependents()
+        pdl.wait()
         token, side, _ = cute.arch.block_idx()
         slot = Int64(copies.scalar(mSlot.iterator + Int64(token)))
         if (slot >= 0) & (slot < Int64(mKcache.shape[0]) * mKcache.shape[1]):
@@ -93,10 +92,10 @@ def _to_e4m3(x: list[Float32]) -> cute.Tensor:
     if len(x) % 4 == 0:
         words = cute.recast_tensor(codes, Int32)
         for i in range(len(x) // 4):
-            words[i] = pack_e4m3(x[4 * i : 4 * i + 4])
+            words[i] = e4m3.pack(x[4 * i : 4 * i + 4])
     else:
         for i, number in enumerate(x):
-            codes[i] = fp4.e4m3_pair(number, Float32(0)).to(Uint8)
+            codes[i] = e4m3.pair(number, Float32(0)).to(Uint8)
     return codes
 
 

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, fake, reduce, rope
+from torch_attnkit.cuda import copies, fake, pdl, reduce, rope
 from torch_attnkit.kernels.fp4.rows import load as load_whole
 from torch_attnkit.kernels.fp4.rows import pieces, quotient, store_byte
 
@@ -54,7 +54,7 @@ class _RopeWriter:
         warps = self.c.warps
         heads = (Int32(mQ.shape[0]) * where[0] + (warps - 1)) // warps
         self.kernel(mQ, mKv, mCache, mSlot, mCos, mSin, mGlobal, mOut, where, eps).launch(
-            grid=(ctas(mSlot, warps) + heads, 1, 1), block=(LANES * warps, 1, 1), stream=stream, use_pdl=True
+            grid=(ctas(mSlot, warps) + heads, 1, 1), block=(LANES * warps, 1, 1), stream=stream, use_pdl=pdl.use()
         )
 
     @cute.kernel
@@ -71,8 +71,8 @@ class _RopeWriter:
         where: tuple,
         eps: Float32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        pdl.launch_dependents()
+        pdl.wait()
         block, _, _ = cute.arch.block_idx()
         keys = Int32(ctas(mSlot, self.c.warps))
         if block < keys:

@@ -101,8 +101,7 @@ def out_dtype(dtype: Any) -> Any:
     return cutlass.BFloat16 if dtype.width == 8 else dtype
 
 
-# Sizes of the caches; Blackwell's divide by them, in 32 bits.
-_SIZE = {"sm90": fake.dim, "sm100": fake.dim32}
+_SIZE = {"sm100": fake.dim32}  # of the caches; Blackwell's kernels divide by them
 
 
 def arguments(
@@ -113,7 +112,7 @@ def arguments(
     ``dtype`` is that of q, and of the caches unless ``kv`` says otherwise; ``scales`` says which there are. E4M3 comes
     as bytes, since not every torch hands it over.
     """
-    cached, size = kv or dtype, _SIZE[arch]
+    cached, size = kv or dtype, _SIZE.get(arch, fake.dim)
     B, Hq, Hkv, keys = size(), fake.dim(), size(), size()  # keys of a sequence, or pages
     word, line = 32 // fake.dtype(dtype).width, 128 // fake.dtype(cached).width  # elements of 4 and 16 bytes
 

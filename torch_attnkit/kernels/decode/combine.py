@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from torch_attnkit.cuda import pdl
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.partials import finite, join
 from torch_attnkit.cuda.smem import Region, itemsize
@@ -239,7 +240,7 @@ class Combine:
         """The second kernel, where there is one, for the splits of ``blocks`` CTAs of the first."""
         if self.c.combine:
             self.kernel(tensors, lengths, scalars, blocks).launch(
-                grid=[combine_blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True,
+                grid=[combine_blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=pdl.use(),
                 min_blocks_per_mp=1, preferred_smem_carveout=100,
             )  # fmt: skip
 
@@ -263,7 +264,7 @@ class Combine:
         block, grid = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         at = block * (rows // grid) + cutlass.min(block, rows % grid)
         stop = (block + 1) * (rows // grid) + cutlass.min(block + 1, rows % grid)
-        cute.arch.griddepcontrol_wait()
+        pdl.wait()
         while at < stop:
             index = at // most
             last = cutlass.min((index + 1) * most, stop)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_attnkit.cuda.smem import CHUNK, Region, fit, itemsize
+from torch_attnkit.cuda.smem import CHUNK, RESERVED, SHARED, Region, itemsize
 from torch_attnkit.cuda.workspace import SplitLayout
 
 FLAG_BYTES = 16  # of the is-last-CTA flag, with its alignment
@@ -60,6 +60,7 @@ class MmaConfig:
     stages: int
     page: int = 0
     combine: bool = False  # whether a second kernel combines splits, else the last CTA to arrive
+    capacity: int = SHARED  # bytes of shared memory that the CTAs of an SM have together
 
     concurrent = False  # whether ``Scalars.concurrent`` can be more than 1
 
@@ -103,7 +104,7 @@ class MmaConfig:
     def blocks_per_sm(self) -> int:
         """As shared memory and, with 128 or 255 registers a thread, the register file allow."""
         threads = 512 if self.heads == 8 else 256
-        return max(1, min(fit(self.shared_bytes), threads // self.threads))
+        return max(1, min(self.capacity // (self.shared_bytes + RESERVED), threads // self.threads))
 
     @property
     def prefetch(self) -> int:
@@ -131,4 +132,4 @@ class Fp8KvConfig(MmaConfig):
     def blocks_per_sm(self) -> int:
         """As shared memory and the register file allow; pages of one key take more than 128 registers a thread."""
         threads = 512 if self.heads == 8 and self.page != 1 else 256
-        return max(1, min(fit(self.shared_bytes), threads // self.threads))
+        return max(1, min(self.capacity // (self.shared_bytes + RESERVED), threads // self.threads))

@@ -18,8 +18,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
+from torch_attnkit.cuda import e4m3
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
+from torch_attnkit.cuda.fp4 import permute_bytes
+from torch_attnkit.cuda.limits import traced
 from torch_attnkit.cuda.smem import itemsize
 
 from .arguments import Scalars, Tensors, descaled
@@ -200,6 +203,8 @@ def _power_of_two(exponent: Int32) -> Float32:
 @dsl_user_op
 def _e4m3_to_f16(values: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
     """Four E4M3 values as two pairs of float16, exactly; NaN stays NaN."""
+    if not traced().e4m3:
+        return e4m3.f16_pair(values), e4m3.f16_pair(values >> 16)
     text = (
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
     )
@@ -209,6 +214,9 @@ def _e4m3_to_f16(values: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int
 @dsl_user_op
 def _e4m3_columns_to_f16(values: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
     """E4M3 (key 0, column 0), (0, 1), (1, 0), (1, 1) as pairs of float16: both keys of column 0, and of column 1."""
+    if not traced().e4m3:
+        turned = permute_bytes(values, values, Int32(0x3120))
+        return e4m3.f16_pair(turned), e4m3.f16_pair(turned >> 16)
     text = (
         "{ .reg .b32 turned; .reg .b16 low, high; prmt.b32 turned, $2, $2, 0x3120; mov.b32 {low, high}, turned; "
         "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -14,10 +15,11 @@ from torch_attnkit.cuda.workspace import Workspace
 from ..scores import LOG2_E
 from .plan import Plan
 from .problem import Operands, Problem
+from .sm80 import plan as ampere
 from .sm90 import plan as hopper
 from .sm100 import plan as blackwell
 
-_PLANS = {"sm90": hopper.plan, "sm100": blackwell.plan}
+_PLANS: dict[str, Callable[..., Plan]] = {"sm90": hopper.plan, "sm100": blackwell.plan}
 _Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -28,7 +30,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if problem.rows_of_cache == 0:
         return _nothing_attended
     scores, scaled = problem.scores, any(problem.scales)
-    plan = _PLANS[target.arch]
+    plan = _PLANS.get(target.arch, partial(ampere.plan, arch=target.arch))
 
     def compiled(same: bool) -> tuple[Plan, Callable[..., None]]:
         p: Plan = plan(problem, driver.sm_count(problem.device), same=same)

@@ -1,4 +1,4 @@
-"""How a decode launch is cut: what the plans of both architectures share. Knows sizes alone."""
+"""How a decode launch is cut: what the plans of all architectures share. Knows sizes alone."""
 
 from __future__ import annotations
 
@@ -66,13 +66,8 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
 
     docs/lab/decode.md has the times.
     """
-    dim, dim_v, group, fp8 = problem.dim, problem.dim_v, problem.group, problem.fp8_kv
-    itemsize, groups = problem.itemsize, problem.batch * problem.kv_heads
-    heads = 8 if group <= 8 or max(dim, dim_v) > 128 else 16
-    keys = 32 if (dim + dim_v) * itemsize <= 256 else 16
-    dtype, kind = Bits(8 * problem.dtype.itemsize), Fp8KvConfig if fp8 else MmaConfig
-    config = kind(dtype, dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page)
-    stage = config.stage_bytes
+    config = one_tile(problem)
+    keys, stage = config.keys, config.stage_bytes
     capacity = SHARED // _PER_SM - RESERVED - FLAG_BYTES
     warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= capacity)
     stages = min(capacity // (warps * stage), 6)
@@ -81,20 +76,37 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     if whole:
         stages = 2
         per_sm = replace(config, warps=warps, stages=stages).blocks_per_sm
-    elif fp8:
+    elif problem.fp8_kv:
         keys, warps, stages, per_sm = _cut_fp8(config, _bytes(problem, keys_of_cache) // sms)
     elif _is_long(problem, keys_of_cache, sms):
         keys, per_sm = 32, 1
         stages = (SHARED - RESERVED - FLAG_BYTES) // (warps * replace(config, keys=keys).stage_bytes)
-    blocks, head_blocks, least = sms * per_sm, -(-group // heads), 1 if whole else 2 * warps
+    return cut(problem, replace(config, keys=keys, warps=warps, stages=stages), keys_of_cache, sms * per_sm, sms)
+
+
+def one_tile(problem: Problem) -> MmaConfig:
+    """What ``mma.py`` would be compiled for with one warp and one tile in flight."""
+    dim, dim_v = problem.dim, problem.dim_v
+    heads = 8 if problem.group <= 8 or max(dim, dim_v) > 128 else 16
+    keys = 32 if (dim + dim_v) * problem.itemsize <= 256 else 16
+    kind = Fp8KvConfig if problem.fp8_kv else MmaConfig
+    return kind(Bits(8 * problem.dtype.itemsize), dim, dim_v, heads, keys, warps=1, stages=1, page=problem.page)
+
+
+def cut(problem: Problem, config: MmaConfig, keys_of_cache: int, blocks: int, sms: int) -> Plan:
+    """A launch of ``mma.py``, cut as ``config`` says, on ``blocks`` CTAs."""
+    whole, group, groups = keys_of_cache <= SHORT, problem.group, problem.batch * problem.kv_heads
+    heads, dim_v, head_blocks = config.heads, config.dim_v, -(-group // config.heads)
+    least = 1 if whole else 2 * config.warps
     work = groups * head_blocks
-    splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // keys), least)
-    combine = combines(min(group, heads), dim_v, 32 * warps, splits)
+    splits = 1 if whole else splits_of(blocks, work, -(-keys_of_cache // config.keys), least)
+    combine = combines(min(group, heads), dim_v, config.threads, splits)
     return Plan(
         trace_mma,
         paged(problem)
-        | (dict(fp8_kv=True, capped=problem.scores.capped) if fp8 else {})
-        | dict(dim=dim, dim_v=dim_v, heads=heads, keys=keys, warps=warps, stages=stages, combine=combine),
+        | (dict(fp8_kv=True, capped=problem.scores.capped) if problem.fp8_kv else {})
+        | dict(dim=config.dim, dim_v=dim_v, heads=heads, keys=config.keys, warps=config.warps, stages=config.stages)
+        | dict(combine=combine),
         head_blocks,
         1,
         whole,

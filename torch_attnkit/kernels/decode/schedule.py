@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
-from torch_attnkit.cuda import warp_scan
+from torch_attnkit.cuda import pdl, warp_scan
 from torch_attnkit.cuda.stream_k import Partition, quotient
 
 from .arguments import LaunchScalars, Scalars, Tensors, kv_heads_of, scalars_of
@@ -308,10 +308,10 @@ class Decode:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, lengths: Lengths, scalars: Scalars):
-        cute.arch.griddepcontrol_wait()  # programmatic dependent launch: the one ahead may still run
+        pdl.wait()  # the launch ahead may still run
         run = self.scheduler.find(tensors, lengths, scalars)
         if const_expr(self.c.combine):
-            cute.arch.griddepcontrol_launch_dependents()  # its CTAs take the SMs that this kernel's leave
+            pdl.launch_dependents()  # its CTAs take the SMs that this kernel's leave
         self.scheduler.run(tensors, None, lengths, scalars, allocate(self.c), run)
 
 
@@ -319,7 +319,7 @@ def launch(kernel: Any, config: SchedulerConfig, blocks: Int32, stream: Any) -> 
     """``blocks`` persistent CTAs of a kernel that has its arguments."""
     kernel.launch(
         grid=[blocks, 1, 1], block=[config.threads, 1, 1], smem=config.shared_bytes, stream=stream,
-        min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100, use_pdl=True,
+        min_blocks_per_mp=config.blocks_per_sm, preferred_smem_carveout=100, use_pdl=pdl.use(),
     )  # fmt: skip
 
 

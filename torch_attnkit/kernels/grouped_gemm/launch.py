@@ -16,7 +16,15 @@ from torch_attnkit.cuda.workspace import Workspace
 
 from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
 from .sm90 import plan as hopper
+from .sm90.config import SHARED_SMALL
 from .sm100 import plan as blackwell
+from .sm120 import plan as geforce
+
+_PLANS: dict[str, Callable[[Problem, int], Any]] = {
+    "sm90": hopper.plan,
+    "sm100": blackwell.plan,
+    "sm120": geforce.plan,
+}
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -26,8 +34,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return lambda operands: None
     if p.slots == 0 or p.experts == 0:
         return _zero_out
-    made: Any = hopper if target.arch == "sm90" else blackwell
-    plan = made.plan(p, driver.sm_count(p.device))
+    plan = _PLANS[target.arch](p, driver.sm_count(p.device))
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
         kernel: compile.Trace = trace
@@ -35,6 +42,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         if plan.token_widths:
             kernel = trace_wgmma
             special = dict(token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
+        if target.arch == "sm120":
+            special |= dict(shared=SHARED_SMALL)
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors,
@@ -118,8 +127,8 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
 
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
-    """Few tokens an expert on Hopper; any on Blackwell."""
-    if arch == "sm90":
+    """Few tokens an expert on Hopper; any elsewhere."""
+    if arch != "sm100":
         from .sm90 import kernel_mma
 
         return kernel_mma.trace(arch, **signature)

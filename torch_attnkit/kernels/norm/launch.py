@@ -9,6 +9,7 @@ from typing import Any
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.limits import LIMITS
 
 from .plan import configure
 from .problem import Operands, Problem, merged_axes
@@ -25,7 +26,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     nbytes = p.rows * n * (p.y_dtype.itemsize + 2 * p.dtype.itemsize)
 
     def compiled(width: int) -> Callable[..., None]:
-        config = configure(n, p.rows, width, nbytes, driver.sm_count(p.device))
+        config = configure(n, p.rows, width, nbytes, driver.sm_count(p.device), LIMITS[target.arch].clusters)
         even = n == config.width * config.lanes * config.vectors * config.cluster
         return compile.launcher(
             target,

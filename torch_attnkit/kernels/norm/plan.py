@@ -32,8 +32,11 @@ class Config:
         return self.threads // self.lanes
 
 
-def configure(n: int, rows: int, width: int, nbytes: int, sms: int) -> Config:
-    """The spread of one row, for the number of rows, the bytes of the call and the number of multiprocessors."""
+def configure(n: int, rows: int, width: int, nbytes: int, sms: int, clusters: bool) -> Config:
+    """The spread of one row, for the number of rows, the bytes of the call and the number of multiprocessors.
+
+    ``clusters``: whether a row may belong to several CTAs.
+    """
     cells, evict_first = -(-n // width), nbytes < _SMALL  # vectors of a row
     if cells <= 1024:
         most = 1 << (cells - 1).bit_length()
@@ -44,6 +47,8 @@ def configure(n: int, rows: int, width: int, nbytes: int, sms: int) -> Config:
         least = 128 if evict_first else 512 if lanes <= 32 else 256
         threads = max(least, lanes)
         return Config(width, lanes, -(-cells // lanes), threads, 1, evict_first)
+    if not clusters:
+        return Config(width, 1024, 0, 1024, 1, evict_first)
     # H200, bf16: 32 rows of 16384 in clusters of 8 blocks of 256, 3.3 us against 3.4 of 4; 4096 rows, 107 of 4 against
     # 120 of 8; 1024 rows of 65536, 120 of 8 blocks of 256 against 127 of 8 and 156 of 4 blocks of 512.
     cluster = 8 if 4 * rows <= sms or cells > 4096 else 4

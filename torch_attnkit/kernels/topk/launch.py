@@ -11,6 +11,7 @@ import torch
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.limits import LIMITS
 
 from .plan import configure, part_of
 from .problem import Operands, Problem
@@ -34,8 +35,8 @@ def _by_parts(p: Problem, part: int, target: Target) -> Callable[[Operands], Non
     """What is chosen of parts of the rows, into memory of the call's own, and a launch behind that chooses of these."""
     parts = -(-p.entries // part)
     listed = parts * p.topk
-    of_parts = _rows(p, part, target)
-    config = configure(listed, p.rows, _widest(_INDEX, listed, listed), driver.sm_count(p.device))
+    of_parts, sms = _rows(p, part, target), driver.sm_count(p.device)
+    config = configure(listed, p.rows, _widest(_INDEX, listed, listed), sms, LIMITS[target.arch].clusters)
     run, ahead = _compiled(p, config, target, ragged=False, listed=True)
 
     def launch(operands: Operands) -> None:
@@ -53,7 +54,8 @@ def _rows(p: Problem, part: int, target: Target) -> Callable[[Operands], None]:
     sms = driver.sm_count(p.device)
 
     def compiled(width: int) -> tuple[Callable[..., None], int]:
-        return _compiled(p, configure(entries, rows, width, sms), target, ragged=p.ragged, part=part)
+        config = configure(entries, rows, width, sms, LIMITS[target.arch].clusters)
+        return _compiled(p, config, target, ragged=p.ragged, part=part)
 
     widest = _widest(p.dtype.itemsize, p.entries, p.step)
     wide = compiled(widest)

@@ -56,12 +56,19 @@ def part_of(entries: int, rows: int, topk: int, sms: int) -> int:
     return part if 4 * topk <= part and -(-entries // part) * topk <= _MOST_BLOCKS * most else 0
 
 
-def configure(entries: int, rows: int, width: int, sms: int) -> Config:
-    """The spread of rows of ``entries`` scores that loads of ``width`` elements can read."""
+def configure(entries: int, rows: int, width: int, sms: int, clusters: bool) -> Config:
+    """The spread of rows of ``entries`` scores that loads of ``width`` elements can read.
+
+    ``clusters``: whether a row may belong to several CTAs.
+    """
     cluster = 1
-    while cluster < _MOST_BLOCKS and (
-        entries > cluster * _MOST_THREADS * PER_THREAD
-        or (2 * cluster * rows <= sms and entries >= 2 * cluster * _SHARE)
+    while (
+        clusters
+        and cluster < _MOST_BLOCKS
+        and (
+            entries > cluster * _MOST_THREADS * PER_THREAD
+            or (2 * cluster * rows <= sms and entries >= 2 * cluster * _SHARE)
+        )
     ):
         cluster *= 2
     share = -(-entries // cluster)  # of a block

@@ -16,6 +16,7 @@ from torch_attnkit.kernels import decode
 from torch_attnkit.kernels.decode import metal
 from torch_attnkit.kernels.decode.plan import FP8_KV_HEADS
 from torch_attnkit.kernels.decode.problem import LATENTS
+from torch_attnkit.kernels.decode.sm80 import plan as sm80
 from torch_attnkit.kernels.decode.sm90 import plan as sm90
 from torch_attnkit.kernels.decode.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, rules, shards
@@ -75,6 +76,10 @@ OP = Op(
     shards=shards.ATTENTION,
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start window sink_tokens softcap"),
+        *rules.by_head("sm80 sm89 sm120", sm80.DTYPES, sm80.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
+        *rules.of_codes(
+            "sm80 sm89 sm120", sm80.DTYPES, FP8_KV_HEADS, _FP8, _FP8_ROWS, rules.EIGHT_BITS, launcher=decode.NVIDIA
+        ),
         *rules.by_head("sm90", sm90.DTYPES, sm90.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
         *rules.by_head("sm100", sm100.DTYPES, sm100.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),
         *rules.of_codes("sm100", sm100.FP8, sm100.FP8_HEADS, _FP8, _ROWS | _PAGES, launcher=decode.NVIDIA),

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from . import launch, library
-from .gpu import GPUS, cute_tensors, device
+from .gpu import cute_tensors, device
 from .memory import visible
 from .runtime import require
 from .settings import Launch, Settings, counting, settings
+from .targets import GPUS
 
 __all__ = [
     "GPUS", "CheckError", "Launch", "PtxDeadlock", "PtxError", "Settings", "compile", "counting", "device", "load",

@@ -1,4 +1,4 @@
-"""What launches did, exactly counted, and how fast a B200 or an H200 could at best do that: modelled, never measured.
+"""What launches did, exactly counted, and how fast a GPU could at best do that: modelled, never measured.
 
 Every resource of a chip takes a time for what a launch asks of it, and the launch takes at least the longest of them.
 Latency, dependencies, occupancy and the cost of a launch are left out, so that real times are longer. Bytes of global
@@ -9,7 +9,12 @@ Figures, by multiprocessor and cycle where not said otherwise:
 - B200: 148 multiprocessors, 8 TB/s, without sparsity 2250 TFLOPS in half precision, 1100 in TF32, 4500 in FP8 and INT8,
   9000 in FP4 (NVIDIA, HGX B200 data sheet). H200 SXM: 132, 4.8 TB/s, 989 / 495 / 1979 (NVIDIA, H200 data sheet, which
   gives the figures with sparsity).
-- clocks: those at which 4096 (H200) or 8192 (B200) half-precision operations are the published peak: 1.83 and 1.86 GHz.
+- A100 80 GB SXM: 108, 2.04 TB/s, 312 / 156, 624 in INT8 (NVIDIA, A100 data sheet). RTX 4090: 128, 1.01 TB/s, 165.2 /
+  82.6 / 330.3 with float32 sums (NVIDIA, Ada whitepaper). RTX 5090: 170, 1.79 TB/s, 209.5 in half precision (NVIDIA, RTX
+  Blackwell whitepaper); with scales of blocks 737 in FP8 and 1474 in FP4, as others have measured (mmapeak). Without
+  such scales FP8 is half as fast there, which is not modelled.
+- clocks: the boost clocks of A100, RTX 4090 and RTX 5090; else those at which 4096 (H200) or 8192 (B200) half-precision
+  operations are the published peak: 1.83 and 1.86 GHz.
 - warp instructions: 4, one by scheduler; special functions: 16 lanes; shared memory: 128 bytes (CUDA programming guide,
   "Arithmetic Instructions" and "Shared Memory", compute capability 9.0; the FlashAttention-4 authors found the special
   functions and the shared memory of the B200 as wide as the H100's). ``mma.sync`` on a B200 is taken at a quarter of
@@ -46,10 +51,15 @@ class Chip:
 
 
 _B200 = Chip("B200", 148, 1.86, 8.0, {16: 2250.0, 19: 1100.0, 8: 4500.0, 4: 9000.0}, 0.25)
+_5090 = Chip("RTX 5090", 170, 2.41, 1.79, {16: 209.5, 19: 104.8, 8: 737.0, 4: 1474.0})
 CHIPS = {
+    "sm_80": Chip("A100", 108, 1.41, 2.04, {16: 312.0, 19: 156.0, 8: 624.0}),
+    "sm_89": Chip("RTX 4090", 128, 2.52, 1.01, {16: 165.2, 19: 82.6, 8: 330.3}),
+    "sm_90a": Chip("H200", 132, 1.83, 4.8, {16: 989.0, 19: 495.0, 8: 1979.0}),
     "sm_100a": _B200,
     "sm_100f": _B200,  # for a family of GPUs, of which this one is simulated
-    "sm_90a": Chip("H200", 132, 1.83, 4.8, {16: 989.0, 19: 495.0, 8: 1979.0}),
+    "sm_120a": _5090,
+    "sm_120f": _5090,
 }
 _BITS = {
     **dict.fromkeys(("f16", "bf16"), 16),

@@ -7,7 +7,6 @@ when the block begins and taken away when it ends. The block belongs to the proc
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,39 +19,19 @@ from unittest import mock
 import torch
 
 from . import launch, memory, store
-from .runtime import machine, own_name, renamed, require_compiler, runtime
+from .runtime import own_name, renamed, require_compiler, runtime
 from .settings import settings
+from .targets import GPUS, Gpu
 
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """What a simulated GPU says of itself; sizes in bytes."""
-
-    target: str
-    name: str
-    capability: tuple[int, int]
-    processors: int
-    memory: int
-    l2: int
-
-    @property
-    def limits(self) -> Any:
-        """What a multiprocessor has (csrc/sim/ptx/machine/target.cpp): ``shared``, ``threads_of_processor``, ..."""
-        return machine().limits(self.target)
-
-
-GPUS = {
-    "sm90": Gpu("sm_90a", "simulated H200", (9, 0), 132, 141 << 30, 50 << 20),
-    "sm100": Gpu("sm_100a", "simulated B200", (10, 0), 148, 180 << 30, 126 << 20),
-}
 _active: list[str] = []
 _asked_of: str | None = None  # the device whose answers packages may have cached
 
 
 @contextmanager
 def device(arch: str = "sm100", **options: Any) -> Iterator[Gpu]:
-    """Simulate a GPU of ``arch`` (sm90 or sm100) inside this block; ``options`` are fields of ``Settings``.
+    """Simulate a GPU of ``arch`` (sm80, sm89, sm90, sm100 or sm120) inside this block.
 
+    ``options`` are fields of ``Settings``.
     What CuTeDSL compiles inside runs in the simulator, here and later, in another block of the same arch. Raises
     ValueError for another arch or a block of another arch around this one, UnsupportedError without the compiler.
     """

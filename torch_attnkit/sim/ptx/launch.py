@@ -13,8 +13,7 @@ from typing import Any
 from . import memory
 from .runtime import machine, runtime
 from .settings import Launch, current, note
-
-PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_100f": 148}  # an H200, a B200
+from .targets import processors_of
 
 
 def __getattr__(name: str) -> type[Exception]:
@@ -120,7 +119,7 @@ def _run(
     params = bytearray(kernel.param_bytes)
     for (_, offset, size, _), address in zip(kernel.params, addresses, strict=True):
         params[offset : offset + size] = ctypes.string_at(address, size)
-    processors = how.processors or PROCESSORS.get(target, PROCESSORS["sm_100a"])
+    processors = how.processors or processors_of(target)
     result = kernel.launch(
         grid=grid, block=block, cluster=cluster, dynamic_shared=shared, params=bytes(params), ranges=memory.ranges(),
         check=how.check, seed=how.seed, poison=how.poison, threads=how.threads, limit=how.limit,

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "machine/target.h"
+
 namespace ptx {
 
 namespace {
@@ -134,6 +136,7 @@ std::shared_ptr<Program> decode(std::shared_ptr<const Module> module, const std:
     op.effect = root == "st" || root == "red" || root == "cp";
     Unit unit = unit_of(root);
     if (unit == nullptr) complain(s, "unknown opcode '" + root + "'");
+    if (!is_known(s, p->module->target)) complain(s, "is not supported on .target '" + p->module->target + "'");
     Decoder d(*p, s);
     unit(d, op);
     if (op.run == nullptr) complain(s, "no handler was chosen");

@@ -110,8 +110,10 @@ void check_shape(const Launch& launch) {
   if (launch.params.size() < f.param_bytes)
     refuse("parameters of " + std::to_string(launch.params.size()) + " bytes, " + std::to_string(f.param_bytes) +
            " are needed");
-  // Its addresses begin behind the driver's.
   const Limits& limits = limits_of(launch.program->module->target);
+  if (launch.cluster[0] * launch.cluster[1] * launch.cluster[2] > 1 && !has_clusters(limits))
+    refuse(std::string("a cluster of CTAs; there are none on ") + limits.target);
+  // Its addresses begin behind the driver's.
   if (launch.program->dynamic_base + launch.dynamic_shared > (limits.shared << 10) + kSharedBase)
     refuse(std::to_string(launch.program->static_shared) + " + " + std::to_string(launch.dynamic_shared) +
            " bytes of shared memory; a CTA has at most " + std::to_string(limits.shared) + " KB on " + limits.target);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..problem import BLOCK, BULK_ROWS
 
@@ -13,13 +13,14 @@ WEIGHTS, TOKENS, SCHEDULER = range(CONSUMERS, CONSUMERS + 3)  # warps, of which 
 COMBINERS = 2  # warps that add up tokens' results, of the second GEMM, a work tile each in turn
 FACTORS = 3  # warps that load scales, a stage each in turn, as far as there are stages
 WARPS = SCHEDULER + 1 + COMBINERS + FACTORS
-BOXES = 2  # of a stage that a consumer has: 32 KB of packed weights in all
+BOXES = 2  # of a stage that a consumer has: 32 KB of packed weights in all; one where a block has less than 224 KB
 MOST_BLOCKS = 96  # of such a row
 CODE_ALIGNMENT = 16  # of packed rows, their starts and ends, that TMA takes
 TILES = 4  # work tiles that are known ahead
 WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
-_SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts slots
+SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts slots
+SHARED_SMALL = 92 * 1024  # where a block has 99 KB
 _PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
 _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
@@ -45,6 +46,12 @@ class Config:
     paired: bool  # whether rows of a work tile are 8 of gate and 8 of up in turn
     scale_vector: int  # bytes of scales that one load may take, or STRADDLING, or TOGETHER
     code_alignment: int  # bytes at whose multiples packed rows start and end: CODE_ALIGNMENT, or 8
+    shared: int = field(default=SHARED, kw_only=True)  # bytes, as SHARED or SHARED_SMALL
+
+    @property
+    def own_boxes(self) -> int:
+        """Of a stage that a consumer has."""
+        return BOXES if self.shared >= SHARED else 1
 
     @property
     def block(self) -> int:
@@ -83,7 +90,7 @@ class Config:
     @property
     def boxes(self) -> int:
         """Of a stage."""
-        return BOXES * self.slices
+        return self.own_boxes * self.slices
 
     @property
     def stage(self) -> int:
@@ -147,7 +154,7 @@ class Config:
     def stages(self) -> int:
         """A power of two if there is room for four: what a wait computes delays the products."""
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
-        return min(_MOST_STAGES, (_SHARED - self.sum_bytes - self.result_bytes - self.line_bytes) // stage)
+        return min(_MOST_STAGES, (self.shared - self.sum_bytes - self.result_bytes - self.line_bytes) // stage)
 
     @property
     def factor_warps(self) -> int:
@@ -203,6 +210,6 @@ class WgmmaConfig(Config):
 
     @property
     def token_stages(self) -> int:
-        rest = _SHARED - self.weight_stages * (self.weight_bytes + self.factor_bytes) - self.result_bytes
+        rest = self.shared - self.weight_stages * (self.weight_bytes + self.factor_bytes) - self.result_bytes
         stages = min(_MOST_TOKEN_STAGES, rest // self.token_bytes)
         return stages if self.token_boxes == 1 else 1 << stages.bit_length() - 1

@@ -20,11 +20,9 @@ from torch_attnkit.cuda.ring import Fixed, Ring
 
 from ..problem import SPAN
 from ..weight_scales import load_words
-from .config import BOX, BOXES, CONSUMERS, WARP_ROWS, Config
+from .config import BOX, CONSUMERS, WARP_ROWS, Config
 from .load_weights import ROW_BYTES, box_layout, clear
 from .tile_scheduler import width_of
-
-_SPANS = BOXES * BOX // SPAN  # of a stage that a consumer has
 
 
 def row_of(lane: Int32) -> Int32:
@@ -103,6 +101,7 @@ class MmaSmem(Fixed):
 class MmaMainloop:
     def __init__(self, config: Config):
         self.c = config
+        self.spans = config.own_boxes * BOX // SPAN  # of a stage that a consumer has
 
     def sums(self) -> cute.Tensor:
         """A lane's results: (4, groups of 8 tokens, 2 chains)."""
@@ -111,9 +110,9 @@ class MmaMainloop:
     @cute.jit
     def run(self, rSum: cute.Tensor, columns: Int32, spans: Int32, n: Int32, ring: Ring, shared: MmaSmem, warp: Int32):
         """The sums of a work tile of ``columns`` tokens and ``spans`` of K, from the ring's fill n on."""
-        c, each = self.c, const_expr(self.c.stage // SPAN)
-        first = warp // c.row_warps * _SPANS  # of every stage
-        whole = (spans + each - first - _SPANS) // each  # stages of which this warp has all its spans
+        c, each, own = self.c, const_expr(self.c.stage // SPAN), const_expr(self.spans)
+        first = warp // c.row_warps * own  # of every stage
+        whole = (spans + each - first - own) // each  # stages of which this warp has all its spans
         rSum.fill(0.0)
         padded = width_of(c, columns)
         for width in cutlass.range_constexpr(len(c.widths)):
@@ -122,7 +121,7 @@ class MmaMainloop:
                 for k in cutlass.range(whole, unroll=1):
                     ring.wait(n + k)
                     addrs = self._lane_addrs(shared, ring.slot(n + k), warp)
-                    for span in cutlass.range_constexpr(_SPANS):
+                    for span in cutlass.range_constexpr(own):
                         self._span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
                 for k in cutlass.range(whole, (spans + each - 1) // each, unroll=1):
@@ -149,10 +148,10 @@ class MmaMainloop:
         return LaneAddrs(
             row,
             quarter,
-            packed=shared.weights(stage) + (slice_ * (BOXES * c.rows) + rows) * ROW_BYTES,
-            tokens=shared.tokens(stage) + row_of_tokens + slice_ * (BOXES * BOX * 2),
+            packed=shared.weights(stage) + (slice_ * (c.own_boxes * c.rows) + rows) * ROW_BYTES,
+            tokens=shared.tokens(stage) + row_of_tokens + slice_ * (c.own_boxes * BOX * 2),
             factors=shared.factors(stage)
-            + (slice_ * (_SPANS * c.rows) + rows) * self._factor_bytes
+            + (slice_ * (self.spans * c.rows) + rows) * self._factor_bytes
             + quarter * self._factor_bytes // 4,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch_attnkit.core.spec import short
 
 from ..problem import ALIGNMENT, BLOCK, BULK_ROWS, SPAN, STRADDLING, WARP_SLOTS, Problem, Weights, experts_compiled
-from .config import BOX, BOXES, CODE_ALIGNMENT, CONSUMERS, MOST_BLOCKS, MOST_COLUMNS, WARP_ROWS, WIDTHS, Config
+from .config import BOX, BOXES, CODE_ALIGNMENT, CONSUMERS, MOST_BLOCKS, MOST_COLUMNS, SHARED, WARP_ROWS, WIDTHS, Config
 
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
@@ -70,11 +70,18 @@ def plan(problem: Problem, sms: int) -> Plan:
     if mean >= many and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
         widths, group, warps = next(kind for most, kind in _WGMMA if mean <= most)
         return _by_wgmma(p, widths, group, warps, sms)
+    return by_mma(p, sms, SHARED)
+
+
+def by_mma(problem: Problem, sms: int, shared: int) -> Plan:
+    """By ``mma.sync``, however many tokens there are; ``shared`` as in ``Config``."""
+    p = problem
+    mean = p.slots / p.experts
     wanted = min(p.tokens, _HEADROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
-    row_warps = _row_warps(p, columns, tiles, sms)
-    c = _config(p, row_warps, columns)
+    row_warps = _row_warps(p, columns, tiles, sms, shared)
+    c = _config(p, row_warps, columns, shared)
     up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
     x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
@@ -121,9 +128,11 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
     )
 
 
-def _config(p: Problem, row_warps: int, columns: int) -> Config:
+def _config(p: Problem, row_warps: int, columns: int, shared: int) -> Config:
     """Of the first GEMM, which needs more shared memory beside its stages."""
-    return Config(p.format, row_warps, short(p.dtype), p.activations, columns, True, 1, _code_alignment(p))
+    return Config(
+        p.format, row_warps, short(p.dtype), p.activations, columns, True, 1, _code_alignment(p), shared=shared
+    )
 
 
 def _code_alignment(p: Problem) -> int:
@@ -132,20 +141,20 @@ def _code_alignment(p: Problem) -> int:
     return math.gcd(CODE_ALIGNMENT, *steps)
 
 
-def _row_warps(p: Problem, columns: int, tiles: int, sms: int) -> int:
+def _row_warps(p: Problem, columns: int, tiles: int, sms: int, shared: int) -> int:
     """Rows of a work tile: few of them are enough work tiles for all multiprocessors, but have longer stages, which K
     fills less well, and more starts. Blocks take work tiles one by one, those of the second GEMM last."""
 
     def stages(warps: int) -> float:
         """How many the busiest block has, of both GEMMs."""
-        c = _config(p, warps, columns)
+        c = _config(p, warps, columns, shared)
         waves = lambda w: -(-tiles * -(-w.rows // c.rows) // sms)
         return sum(waves(w) * (-(-w.columns // c.stage) + _START) for w in (p.up, p.down))
 
     # A work tile of the first GEMM has whole blocks of features, where they are rounded. Many tokens leave no room
     # for stages of few rows.
     fewer = (4,) if p.activations != "none" else (4, 2)
-    some = [warps for warps in fewer if _config(p, warps, columns).stages >= _LEAST_STAGES]
+    some = [warps for warps in fewer if _config(p, warps, columns, shared).stages >= _LEAST_STAGES]
     return min((CONSUMERS, *some), key=stages)
 
 
