@@ -36,7 +36,7 @@ from ..arguments import Flags, Matrices, Scalars, Tensors, arguments
 from ..problem import SPAN
 from ..quantize_act import FAKE_QUANTIZE
 from ..work_tiles import SortByWarp, WorkTile
-from .config import COMBINERS, CONSUMERS, SCHEDULER, SHARED, TILES, TOKENS, WARPS, WEIGHTS, Config
+from .config import COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, WEIGHTS, Config
 from .epilogue_mma import SwigluEpilogue, TopkEpilogue, output_scale
 from .load_weights import (
     ROW_BYTES,
@@ -368,14 +368,14 @@ class MmaExperts:
 
 
 def trace(
-    arch: str, *, dtype: str, index_dtype: str, format: str, activations: str, columns: int, experts: int,
-    row_warps: int, scale_vectors: tuple[int, int], code_alignment: int, by_warp: bool, shared: int = SHARED,
+    arch: str, *, dtype: str, index_dtype: str, activations: str, experts: int, scale_vectors: tuple[int, int],
+    code_alignment: int, by_warp: bool, **config: Any,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``experts``: at least so many; ``row_warps``, ``code_alignment`` and ``shared`` as in ``Config``;
-    ``scale_vectors``: of both products the bytes of scales that a load takes; ``by_warp``: whether slots are few enough
-    for ``SortByWarp``."""
+    """``experts``: at least so many; ``scale_vectors``: of both products the bytes of scales that a load takes;
+    ``by_warp``: whether slots are few enough for ``SortByWarp``; the others as in ``Config``."""
+    config |= dict(source=dtype, activations=activations, code_alignment=code_alignment)
     up, down = (
-        Config(format, row_warps, dtype, activations, columns, paired, vector, code_alignment, shared=shared)
+        Config(paired=paired, scale_vector=vector, **config)
         for paired, vector in zip((True, False), scale_vectors, strict=True)
     )
     tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, code_alignment)
