@@ -243,3 +243,27 @@ def test_rows_reach_their_kernels_and_no_other_archs():
             assert any(n.endswith(("kernel", "decode.mma", "routing.table")) for n in seen), (op.name, arch)
             assert not any(".sm100." in n for n in seen if arch == "sm90"), (op.name, arch)
             assert not any(n.startswith("torch_attnkit.core") for n in seen), (op.name, arch)
+
+
+def test_a_simulator_counts_its_own_target_alone(tmp_path, monkeypatch):
+    """What a table says of another GPU changes no row's evidence; what is no table's counts for all."""
+    python, cpp = tmp_path / "targets.py", tmp_path / "sim" / "ptx" / "target.cpp"
+    cpp.parent.mkdir(parents=True)
+
+    def of(arch, ours=1, other=1, code=1):
+        python.write_text(f"GPUS = {{'sm90': {ours}, 'sm120': {other}}}\nCODE = {{'sum': {code}}}\n")
+        cpp.write_text(
+            f'T kTargets[] = {{\n    {{"sm_90", {ours}}},\n    {{"sm_120", {other}}},\n}};\nint code = {code};'
+        )
+        for function in CACHED:
+            function.cache_clear()
+        return digest.of_simulator("ptx", arch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(digest, "_modules", lambda: {"torch_attnkit.sim.ptx.targets": python})
+        patch.setattr(paths, "csrc", lambda: tmp_path)
+        assert of("sm90") == of("sm90", other=2) != of("sm90", ours=2)
+        assert of("sm120") == of("sm120", ours=2) != of("sm120", other=2)
+        assert len({of("sm90"), of("sm90", code=2), of("sm120"), of("sm120", code=2)}) == 4
+    for function in CACHED:
+        function.cache_clear()

@@ -88,7 +88,9 @@ def test_first_accepting_row_wins_and_the_nearest_rows_say_why_there_is_none():
     assert dispatch.unique(answers) == expected
     pairs = ["a: N=6 not in {4} and M=6 not in {2}", "a: N=6 not in {4}", "a: N=6 not in {4} and M=6 not in {8}"]
     assert dispatch.unique(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
-    with pytest.raises(UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm90\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm120, sm80, sm89, sm90\)"
+    ):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None
 
@@ -245,7 +247,9 @@ def test_explain_tells_rows_and_reasons(monkeypatch):
     monkeypatch.setitem(dispatch.OPS, "toy", TOY)
     toy = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.uint8)
     text = torch_attnkit.explain("toy", *toy, target="metal")
-    assert text.endswith("refused: UnsupportedError: toy on metal: no kernel yet (there are kernels for: sm100, sm90)")
+    assert text.endswith(
+        "refused: UnsupportedError: toy on metal: no kernel yet (there are kernels for: sm100, sm120, sm80, sm89, sm90)"
+    )
     with pytest.raises(ValueError, match="explain: target is 'sm80', accepted: cpu, metal, sm90, sm100"):
         torch_attnkit.explain("sdpa_decode", q, k, v, n, target="sm80")
     with pytest.raises(ValueError, match="explain: no op 'nope'"):

@@ -51,7 +51,7 @@ def test_a_block_leaves_nothing_behind(tmp_path, how):
 
 
 def test_the_gpu_answers_for_its_arch():
-    for arch, capability, processors in (("sm90", (9, 0), 132), ("sm100", (10, 0), 148)):
+    for arch, capability, processors in (("sm89", (8, 9), 128), ("sm90", (9, 0), 132), ("sm100", (10, 0), 148)):
         with ptx.device(arch) as gpu:
             info = cutlass.utils.HardwareInfo()
             assert torch.cuda.get_device_capability() == capability == gpu.capability
@@ -119,7 +119,7 @@ def test_the_questions_that_cutlass_asks_first():
 
 
 def test_wrong_words_are_refused():
-    with pytest.raises(ValueError, match="device: got 'sm80', accepted: sm90, sm100"), ptx.device("sm80"):
+    with pytest.raises(ValueError, match="device: got 'sm70', accepted: sm80, sm89, sm90"), ptx.device("sm70"):
         pass
     with pytest.raises(ValueError, match="there is no speed, accepted: check, seed"), ptx.device("sm90", speed=9):
         pass
@@ -129,7 +129,7 @@ def test_wrong_words_are_refused():
         ptx.device("sm100"),
     ):
         pass
-    with pytest.raises(TypeError, match="run: got function without PTX for sm_90a or sm_100a"):
+    with pytest.raises(TypeError, match="run: got function without PTX for sm_80 or sm_89 or sm_90a or"):
         ptx.run(lambda: None)
 
 

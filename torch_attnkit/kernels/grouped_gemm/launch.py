@@ -16,7 +16,6 @@ from torch_attnkit.cuda.workspace import Workspace
 
 from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
 from .sm90 import plan as hopper
-from .sm90.config import SHARED_SMALL
 from .sm100 import plan as blackwell
 from .sm120 import plan as geforce
 
@@ -42,8 +41,6 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         if plan.token_widths:
             kernel = trace_wgmma
             special = dict(token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
-        if target.arch == "sm120":
-            special |= dict(shared=SHARED_SMALL)
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors,
@@ -128,10 +125,14 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
     """Few tokens an expert on Hopper; any elsewhere."""
-    if arch != "sm100":
+    if arch == "sm90":
         from .sm90 import kernel_mma
 
         return kernel_mma.trace(arch, **signature)
+    if arch == "sm120":
+        from .sm120 import kernel as geforce_kernel
+
+        return geforce_kernel.trace(arch, **signature)
     from .sm100 import kernel
 
     return kernel.trace(arch, **signature)

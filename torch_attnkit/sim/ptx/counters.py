@@ -10,7 +10,7 @@ Figures, by multiprocessor and cycle where not said otherwise:
   9000 in FP4 (NVIDIA, HGX B200 data sheet). H200 SXM: 132, 4.8 TB/s, 989 / 495 / 1979 (NVIDIA, H200 data sheet, which
   gives the figures with sparsity).
 - A100 80 GB SXM: 108, 2.04 TB/s, 312 / 156, 624 in INT8 (NVIDIA, A100 data sheet). RTX 4090: 128, 1.01 TB/s, 165.2 /
-  82.6 / 330.3 with float32 sums (NVIDIA, Ada whitepaper). RTX 5090: 170, 1.79 TB/s, 209.5 in half precision (NVIDIA, RTX
+  82.6 / 330.3 with float32 sums (NVIDIA, Ada whitepaper). RTX 5090: 170, 1.79 TB/s, 209.5 in half precision (RTX
   Blackwell whitepaper); with scales of blocks 737 in FP8 and 1474 in FP4, as others have measured (mmapeak). Without
   such scales FP8 is half as fast there, which is not modelled.
 - clocks: the boost clocks of A100, RTX 4090 and RTX 5090; else those at which 4096 (H200) or 8192 (B200) half-precision
