@@ -8,19 +8,29 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
 import torch_attnkit
 from bench.__main__ import table
-from torch_attnkit import UnsupportedError, cli, manual, report
+from torch_attnkit import UnsupportedError, cli, manual, report, warmup
 from torch_attnkit.core import Target, runtimes, support
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.core.target import NVIDIA
 from torch_attnkit.parity import command, random_run
 from torch_attnkit.parity.runners import Runner
+from torch_attnkit.served.calls import Asked
 
 ROOT = Path(__file__).parent.parent
+
+ACCEPTED = f"accepted: cpu, metal, {', '.join(NVIDIA)}"
+
+
+def bare(text: str) -> str:
+    """Without white space and frames, which break lines anywhere."""
+    return re.sub(r"[\s\u2500-\u257f]", "", text)
 
 
 @pytest.fixture
@@ -39,7 +49,7 @@ def test_info_names_devices_what_is_missing_and_how_to_get_it(run, monkeypatch):
     result = run("info")
     assert result.exit_code == 0
     installs = (f"pip install 'torch_attnkit[{extra}]'" for extra in ("cuda", "compile", "sim", "models"))
-    for argv in ("cpu", "metal", "sm90", "sm100", *installs):
+    for argv in ("cpu", "metal", *NVIDIA, *installs):
         assert argv in result.output
 
 
@@ -75,7 +85,7 @@ def test_explain_fits_80_columns_and_says_a_reason_once(run, op):
     axes = sorted({a.name for n in OPS[op].tensors for a in OPS[op].spec(n).axes if a.name})
     required = [f"{n}={OPS[op].choices.get(n, ('2',))[0]}" for n in OPS[op].argnames
                 if n not in OPS[op].defaults and n not in OPS[op].tensors]  # fmt: skip
-    for target in ("metal", "sm90"):
+    for target in ("metal", "sm90", "sm120"):
         output = run("explain", op, *(f"{a}=32" for a in axes), *required, "--target", target).output
         rows = [line for line in output.splitlines() if line.startswith("row ")]
         assert fits(output) and len(set(rows)) == len(rows)
@@ -134,12 +144,12 @@ def test_explain_passes_scalars_and_optional_tensors(run):
         (("nonsense", "B=1"), "no op 'nonsense'"),
         (("sdpa_decode", "B=1"), "q needs the size of Hq, D"),
         (("sdpa_decode", "Q=1"), "'Q' is no axis"),
-        (("sdpa_decode", "B=1", "--target", "sm80"), "target is 'sm80', accepted: cpu, metal, sm90, sm100"),
+        (("sdpa_decode", "B=1", "--target", "sm75"), f"target is 'sm75', {ACCEPTED}"),
     ],
 )
 def test_explain_says_what_is_wrong_with_its_words(run, argv, expected):
     result = run("explain", *argv)
-    assert result.exit_code == 2 and expected in result.output
+    assert result.exit_code == 2 and bare(expected) in bare(result.output)
 
 
 @pytest.mark.parametrize(
@@ -147,16 +157,16 @@ def test_explain_says_what_is_wrong_with_its_words(run, argv, expected):
     [
         (("describe", "nonsense"), "no op 'nonsense'"),
         (("parity", "--op", "nonsense"), "no op 'nonsense'"),
-        (("parity", "--target", "sm80"), "arch is 'sm80', accepted: cpu, metal, sm90, sm100"),
+        (("parity", "--target", "sm75"), f"arch is 'sm75', {ACCEPTED}"),
         (("warmup", "--target", "sm90", "--op", "nonsense"), "no op 'nonsense'"),
         (("sim", "metal", "--counters", "--op", "nonsense"), "no op 'nonsense'"),
         (("sim", "ptx", "--counters", "--op", "nonsense"), "no op 'nonsense'"),
-        (("sim", "ptx", "--check", "--arch", "sm80"), "arch is 'sm80', accepted: sm90, sm100"),
+        (("sim", "ptx", "--check", "--arch", "sm75"), "arch is 'sm75', accepted: sm90, sm100"),
     ],
 )
 def test_unknown_ops_and_targets_exit_with_2(run, argv, expected):
     result = run(*argv)
-    assert result.exit_code == 2 and expected in " ".join(result.output.split()), result.output
+    assert result.exit_code == 2 and bare(expected) in bare(result.output), result.output
 
 
 @pytest.mark.parametrize(
@@ -189,8 +199,7 @@ def test_unknown_ops_and_targets_exit_with_2(run, argv, expected):
 def test_a_wrong_value_of_an_option_exits_with_2_and_its_name(run, tmp_path, argv, expected):
     (tmp_path / "file").write_text("")
     result = run(*argv.format(tmp=tmp_path).split())
-    text = re.sub(r"[\s\u2500-\u257f]", "", result.output)  # a frame breaks lines anywhere
-    assert result.exit_code == 2 and re.sub(r"\s", "", expected.format(tmp=tmp_path)) in text, result.output
+    assert result.exit_code == 2 and bare(expected.format(tmp=tmp_path)) in bare(result.output), result.output
 
 
 @pytest.mark.parametrize(
@@ -214,8 +223,7 @@ def test_so_does_the_bench_before_it_asks_for_a_gpu(module, argv, expected):
     app = typer.Typer()
     app.command()(importlib.import_module(module).main)
     result = CliRunner().invoke(app, argv.split())
-    text = re.sub(r"[\s\u2500-\u257f]", "", result.output)
-    assert result.exit_code == 2 and re.sub(r"\s", "", expected) in text, result.output
+    assert result.exit_code == 2 and bare(expected) in bare(result.output), result.output
 
 
 def test_docs_outside_a_checkout_exits_with_2(run, monkeypatch, tmp_path):
@@ -227,8 +235,9 @@ def test_docs_outside_a_checkout_exits_with_2(run, monkeypatch, tmp_path):
 def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch):
     from torch_attnkit.cuda import compile
 
-    result = run("warmup", "--target", "sm80")
-    assert result.exit_code == 2 and "target is 'sm80', accepted: sm90, sm100" in result.output
+    result = run("warmup", "--target", "sm75")
+    assert result.exit_code == 2
+    assert bare(f"target is 'sm75', accepted: {', '.join(NVIDIA)}") in bare(result.output)
 
     def missing(package):
         raise compile.UnsupportedError(f"CUDA kernels need the package {package}, which is not installed")
@@ -236,6 +245,36 @@ def test_warmup_refuses_unknown_targets_and_a_missing_compiler(run, monkeypatch)
     monkeypatch.setattr(compile, "version", missing)
     result = run("warmup", "--target", "sm90")
     assert result.exit_code == 2 and "nvidia-cutlass-dsl" in result.output
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch, tmp_path):
+    """Warmup's folder, and what it would compile."""
+    asked = []
+    monkeypatch.setenv("ATTNKIT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warmup, "fill", lambda wanted, *more: asked.extend(wanted) or 0)
+    monkeypatch.setattr(warmup.compile, "version", lambda package: "0")
+    return asked
+
+
+def test_warmup_names_what_a_target_has_no_kernel_of(run, nothing_compiled, monkeypatch):
+    result = run("warmup", "--target", "sm120", "--op", "merge_partials")
+    assert result.exit_code == 0 and nothing_compiled and "no kernel" not in result.output
+    assert {request.arch for request in nothing_compiled} == {"sm120"}
+    result = run("warmup", "--target", "sm80", "--op", "fp4_moe")
+    assert result.exit_code == 2 and bare("sm80 has no kernel of fp4_moe, accepted: ") in bare(result.output)
+    monkeypatch.setattr(warmup, "OPS", {name: OPS[name] for name in ("fp4_moe", "merge_partials")})
+    result = run("warmup", "--target", "sm89")
+    assert result.exit_code == 0 and "sm89 has no kernel of fp4_moe: UnsupportedError" in result.output
+
+
+def test_warmup_names_the_calls_of_models_that_no_row_takes(run, nothing_compiled, monkeypatch):
+    x = torch.empty(8, 32, dtype=torch.bfloat16)
+    calls = [Asked("mxfp4_quantize", (x,), {}), Asked("mxfp4_quantize", (x[:, :31],), {}), Asked("fp4_moe", (), {})]
+    monkeypatch.setattr(warmup.calls, "of_models", lambda *given: calls)
+    result = run("warmup", "--target", "sm80", "--models", "gpt-oss-20b")
+    assert result.exit_code == 0 and len(nothing_compiled) == 1
+    assert "sm80 has no kernel of mxfp4_quantize (1 of 2 calls), fp4_moe: UnsupportedError" in result.output
 
 
 @pytest.mark.proof

@@ -20,9 +20,9 @@ from rich.table import Column, Table
 import torch_attnkit
 from torch_attnkit.core import UnsupportedError, config
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.core.target import SIMULATED
+from torch_attnkit.core.target import NVIDIA
 from torch_attnkit.meta_call import meta_call
-from torch_attnkit.parity.command import parity
+from torch_attnkit.parity.command import KNOWN, parity
 from torch_attnkit.parity.runners import devices, simulators
 from torch_attnkit.sim.metal.cli import app as sim
 from torch_attnkit.sim.ptx.cli import ptx
@@ -68,7 +68,7 @@ def info() -> None:
     console.print(table)
     table = _table("arch", "hardware here", "simulator", "kernels in the table")
     here, missing = {arch for _, _, arch in devices()}, simulators()
-    for arch in ("cpu", *SIMULATED):
+    for arch in KNOWN:
         simulator = "-" if arch == "cpu" else "no" if missing[arch] else "yes"
         rows = sum(arch in row.archs for op in OPS.values() for row in op.kernels)
         table.add_row(arch, "yes" if arch in here else "no", simulator, str(rows))
@@ -183,7 +183,7 @@ def explain(
             "(k_cache=f8e4m3), and dtype=f16: the argument of an op that has one, else of the model's tensors."
         ),
     ],
-    target: Annotated[str | None, typer.Option(help="cpu, metal, sm90 or sm100; default: this machine's best.")] = None,
+    target: Annotated[str | None, typer.Option(help=f"{', '.join(KNOWN)}; default: this machine's best.")] = None,
 ) -> None:
     """What a call would do: axes, features, every row's answer. It ends with 1 if the call is refused.
 
@@ -191,14 +191,13 @@ def explain(
 
     explain sdpa_decode B=1 Hq=32 Hkv=8 S=1024 D=128 Dv=128 k_cache=f8e4m3 v_cache=f8e4m3 k_scale v_scale
     """
-    known = ("cpu", *SIMULATED)
-    if target is not None and target not in known:
-        raise typer.BadParameter(f"target is {target!r}, accepted: {', '.join(known)}")
+    if target is not None and target not in KNOWN:
+        raise typer.BadParameter(f"target is {target!r}, accepted: {', '.join(KNOWN)}")
     try:
         given = meta_call(OPS[_known(op)], words)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    arch = target or next((a for _, _, a in reversed(devices()) if a in known), "cpu")
+    arch = target or next((a for _, _, a in reversed(devices()) if a in KNOWN), "cpu")
     lines = torch_attnkit.explain(op, target=arch, **given).splitlines()
     for line in lines:
         print(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False))
@@ -207,7 +206,7 @@ def explain(
 
 @app.command()
 def warmup(
-    target: Annotated[str, typer.Option(help="sm90 or sm100.")],
+    target: Annotated[str, typer.Option(help=f"{', '.join(NVIDIA)}.")],
     out: Annotated[
         Path | None, typer.Option(help="A folder for the bundle; default: the cache.", file_okay=False)
     ] = None,

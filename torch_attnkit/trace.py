@@ -14,8 +14,8 @@ from torch_attnkit.core import dispatch
 class record(TorchDispatchMode):
     """Count calls of ``torch.ops.attnkit.*`` in this thread while the block runs.
 
-    ``calls`` maps (op, where) to a number; ``where`` is ``reference``, a device's arch (``cpu``, ``metal``, ``sm90``,
-    ``sm100``) or an arch with ``(simulated)``.
+    ``calls`` maps (op, where) to a number; ``where`` is ``reference``, a device's arch (``cpu``, ``metal``, ``sm80``,
+    ``sm89``, ``sm90``, ``sm100``, ``sm120``) or an arch with ``(simulated)``.
 
     >>> with torch_attnkit.record() as ran:
     ...     model(ids)

@@ -8,13 +8,14 @@ them side by side into the cache or into a bundle, a folder that ``ATTNKIT_CACHE
 
 from __future__ import annotations
 
+import collections
 import itertools
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -45,11 +46,12 @@ def warmup(
     dtypes: tuple[str, ...] = MODEL_DTYPES,
     wheel: Path | None = None,
 ) -> int:
-    """Compile every kernel of ``target`` (sm90 or sm100), of one op, or what ``models`` of ``served.models`` (or "all")
-    ask for in ``dtypes``, into ``out`` or the cache; count the failures.
+    """Compile every kernel of ``target``, a key of ``compile.GPU_ARCH``, of one op, or what ``models`` of
+    ``served.models`` (or "all") ask for in ``dtypes``, into ``out`` or the cache; count the failures.
 
     ``jobs`` is the number of processes, by default one a core. What is in the folder already is not compiled again.
-    With ``wheel``, a folder, what models ask for is put into a wheel there, too (``served/wheel.py``).
+    Ops and models' calls that ``target`` has no kernel of are named. With ``wheel``, a folder, what models ask for is
+    put into a wheel there, too (``served/wheel.py``).
     """
     if wheel is not None and not models:
         raise ValueError("warmup: a wheel is of models' kernels, accepted: --wheel with --models")
@@ -59,11 +61,20 @@ def warmup(
         raise ValueError(f"warmup: there is no op {op!r}, accepted: {', '.join(OPS)}")
     if (wrong := next((d for d in dtypes if d not in MODEL_DTYPES), None)) is not None:
         raise ValueError(f"warmup: dtype is {wrong!r}, accepted: {', '.join(MODEL_DTYPES)}")
+    if op is not None and not models and op not in (ops := _of(target)):
+        raise ValueError(f"warmup: {target} has no kernel of {op}, accepted: {', '.join(ops)}")
     wanted = models and named(models)  # before the compiler is asked for
     compile.version(compile.COMPILER)
     console = Console()
     folder = (out or config.cache_dir()).resolve() / "cuda"
-    asked = served(target, wanted, dtypes, op) if wanted else requests(target, op)
+    if wanted:
+        found = _served(target, wanted, dtypes, op)
+        asked, lacking = list(found.kernels), found.lacking()
+    else:
+        asked = requests(target, op)
+        lacking = [] if op else [name for name in OPS if name not in _of(target)]
+    if lacking:
+        console.print(f"{target} has no kernel of {', '.join(lacking)}: UnsupportedError", soft_wrap=True)
     failures = fill(asked, folder, console, jobs)
     if out is not None:
         for lock in folder.glob("*.lock"):
@@ -124,12 +135,36 @@ def served(
     arch: str, models: dict[str, Model], dtypes: Iterable[str] = MODEL_DTYPES, only: str | None = None
 ) -> list[compile.Request]:
     """Every distinct kernel that the calls of ``models`` ask for on ``arch``. Calls that no row takes ask for none."""
-    target = Target(arch)
-    found: dict[compile.Request, None] = {}
+    return list(_served(arch, models, dtypes, only).kernels)
+
+
+class _Served(NamedTuple):
+    """What calls of models come to: the kernels, and of each op the calls and those that no row takes."""
+
+    kernels: dict[compile.Request, None]
+    calls: collections.Counter[str]
+    refused: collections.Counter[str]
+
+    def lacking(self) -> list[str]:
+        """In words, the ops of which calls are refused."""
+        return [f"{op} ({n} of {self.calls[op]} calls)" if n < self.calls[op] else op for op, n in self.refused.items()]
+
+
+def _served(arch: str, models: dict[str, Model], dtypes: Iterable[str], only: str | None) -> _Served:
+    target, found = Target(arch), _Served({}, collections.Counter(), collections.Counter())
     for asked in calls.of_models(models.values(), [DTYPES[d] for d in dtypes]):
         if only in (None, asked.op):
-            found |= dict.fromkeys(kernels_of(asked, target) or ())
-    return list(found)
+            kernels = kernels_of(asked, target)
+            found.kernels.update(dict.fromkeys(kernels or ()))
+            found.calls[asked.op] += 1
+            if kernels is None:
+                found.refused[asked.op] += 1
+    return found
+
+
+def _of(arch: str) -> list[str]:
+    """The ops that have kernels for ``arch``."""
+    return [name for name, op in OPS.items() if any(arch in row.archs for row in op.kernels)]
 
 
 def kernels_of(asked: calls.Asked, target: Target) -> list[compile.Request] | None:

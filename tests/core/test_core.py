@@ -89,7 +89,7 @@ def test_first_accepting_row_wins_and_the_nearest_rows_say_why_there_is_none():
     pairs = ["a: N=6 not in {4} and M=6 not in {2}", "a: N=6 not in {4}", "a: N=6 not in {4} and M=6 not in {8}"]
     assert dispatch.unique(pairs) == ["a: N=6 not in {4} and M=6 not in {2, 8}", "a: N=6 not in {4}"]
     with pytest.raises(
-        UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm100, sm120, sm80, sm89, sm90\)"
+        UnsupportedError, match=r"toy on metal: no kernel yet \(there are kernels for: sm80, sm89, sm90, sm100, sm120\)"
     ):
         dispatch.resolve(TOY, bind(), target.Target("metal"))
     assert dispatch.resolve(TOY, bind(), target.Target("cpu")) is None
@@ -195,8 +195,8 @@ def test_simulate_belongs_to_its_thread_and_task(monkeypatch):
 
 def test_simulate_refuses_what_it_does_not_know():
     with (
-        pytest.raises(ValueError, match="simulate: got 'sm80', accepted: metal, sm90, sm100"),
-        simulate("sm80"),
+        pytest.raises(ValueError, match="simulate: got 'sm75', accepted: metal, sm80, sm89, sm90, sm100, sm120"),
+        simulate("sm75"),
     ):
         pass
 
@@ -248,10 +248,12 @@ def test_explain_tells_rows_and_reasons(monkeypatch):
     toy = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.uint8)
     text = torch_attnkit.explain("toy", *toy, target="metal")
     assert text.endswith(
-        "refused: UnsupportedError: toy on metal: no kernel yet (there are kernels for: sm100, sm120, sm80, sm89, sm90)"
+        "refused: UnsupportedError: toy on metal: no kernel yet (there are kernels for: sm80, sm89, sm90, sm100, sm120)"
     )
-    with pytest.raises(ValueError, match="explain: target is 'sm80', accepted: cpu, metal, sm90, sm100"):
-        torch_attnkit.explain("sdpa_decode", q, k, v, n, target="sm80")
+    with pytest.raises(
+        ValueError, match="explain: target is 'sm75', accepted: cpu, metal, sm80, sm89, sm90, sm100, sm120"
+    ):
+        torch_attnkit.explain("sdpa_decode", q, k, v, n, target="sm75")
     with pytest.raises(ValueError, match="explain: no op 'nope'"):
         torch_attnkit.explain("nope")
     with pytest.raises(ValueError, match="sdpa_decode has no argument wndow"):

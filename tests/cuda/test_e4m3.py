@@ -46,7 +46,7 @@ def run(host, arch: str, *tensors: torch.Tensor) -> str:
     return compiled.__ptx__
 
 
-def numbers() -> torch.Tensor:
+def inputs() -> torch.Tensor:
     """All of float16, which has every number of E4M3 and every tie, and neighbours of each in float32; what is none."""
     exact = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     bits = exact.view(torch.int32)
@@ -55,7 +55,7 @@ def numbers() -> torch.Tensor:
 
 
 def test_codes_are_those_of_the_instruction_and_of_torch():
-    x = numbers()
+    x = inputs()
     got = {arch: torch.zeros(len(x), dtype=torch.int32) for arch in ("sm80", "sm89")}
     text = {arch: run(encode, arch, codes, x) for arch, codes in got.items()}
     assert ".e4m3x2" in text["sm89"] and ".e4m3x2" not in text["sm80"]

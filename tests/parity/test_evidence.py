@@ -167,7 +167,7 @@ def test_failures_give_an_exit_code_and_unknown_names_another(folder, monkeypatc
     assert result.exit_code == 1 and "row is wrong" in result.output
     assert seen() == []
     for argv, expected in (
-        (("--arch", "sm80"), "accepted: cpu, metal, sm90, sm100"),
+        (("--arch", "sm75"), "accepted: cpu, metal, sm80, sm89, sm90, sm100, sm120"),
         (("--op", "foo"), f"no op 'foo'; there are {next(iter(OPS))}"),
         (("--sample", "2"), "accepted: a share between 0 and 1"),
     ):

@@ -24,7 +24,7 @@ from .memory import empty, on_cpu
 from .numerics import exact
 from .op import NAMESPACE, Call, Kernel, Op, Reason, steps
 from .spec import DTYPES, short
-from .target import Target, simulated_arch, target_of
+from .target import SIMULATED, Target, simulated_arch, target_of
 
 OPS: dict[str, Op] = {}
 FORMS: dict[str, Op] = {}  # of OPS, those that write into given tensors (``into.py``), by names of their own
@@ -65,7 +65,7 @@ def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
     found = next((row for row in rows if row.refusal(call) is None), None)
     if found is not None or target.arch == "cpu":
         return found
-    have = sorted({arch for row in op.kernels for arch in row.archs} - {"cpu"})
+    have = [arch for arch in SIMULATED if any(arch in row.archs for row in op.kernels)]
     message = unique(_nearest(op, rows, call)) if rows else [
         f"no kernel yet (there are kernels for: {', '.join(have) or 'no device'})"
     ]  # fmt: skip

@@ -28,7 +28,7 @@ def support(arch: str | None = None) -> list[tuple[Op, int, Kernel, str]]:
 def explain(op: str, *args: Any, target: str | None = None, **kwargs: Any) -> str:
     """What ``torch.ops.attnkit.<op>(*args, **kwargs)`` would do, step by step, without running it.
 
-    Tensors may be on the ``meta`` device; ``target`` names another arch to ask about (cpu, metal, sm90, sm100).
+    Tensors may be on the ``meta`` device; ``target`` names another arch to ask about: cpu, or one of ``SIMULATED``.
     Rows that refuse for one reason are told of in one line. Raises ValueError for an op, an argument or a target that
     there is not, TypeError for what the op's schema does not take.
     """

@@ -138,7 +138,7 @@ def taken(images: list[bytes]) -> list[Resources]:
 
 
 def sass(libraries: Sequence[Path], arch: str) -> list[str]:
-    """The disassembly of the kernels in each library, all of them for ``arch`` (sm90 or sm100).
+    """The disassembly of the kernels in each library, all of them for ``arch``, a target of NVIDIA's.
 
     One run has the machine code of all libraries in a row: most of a run for one is the disassembler's start.
     """

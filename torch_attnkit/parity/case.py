@@ -92,7 +92,7 @@ def cases(op: Op, index: int, arch: str, *, covering: bool = False) -> list[Case
         found = list(map(made, covering_array(columns, lambda choice: accepted(made(choice)), _COMPILED)))
         return found + list(_reused(found, [made((dtypes[0], sizes[0], *rest)) for rest in _extras(op, names)]))
 
-    return [made(choice) for choice in remembered(f"{op.name}-{index}-{arch}", op, few)]
+    return [made(choice) for choice in remembered(f"{op.name}-{index}", op, few)]  # whatever the arch
 
 
 def _extras(op: Op, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:

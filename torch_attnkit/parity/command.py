@@ -43,7 +43,7 @@ Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the runner
 def parity(
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
     arch: Annotated[
-        str | None, typer.Option("--arch", "--target", help="Only the rows of cpu, metal, sm90 or sm100.")
+        str | None, typer.Option("--arch", "--target", help=f"Only the rows of one of {', '.join(KNOWN)}.")
     ] = None,
     record: Annotated[
         bool | None, typer.Option(help="Keep the result in torch_attnkit/evidence/; default: with --stale.")
