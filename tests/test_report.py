@@ -54,8 +54,8 @@ def read(lines: list[str]) -> Iterator[Fact]:
             named = [] if stated == "none" else stated.split(", ")
             taken = {f for f in features if f not in without} if stated.startswith("all") else set(named)
             asked = {needs[letter] for letter in row.get("also needs", "-").split() if letter != "-"}
-            for sizes in each_size(row["sizes"]):
-                yield (row["target"], row["file"], row["dtypes"], frozenset(taken), frozenset(asked),
+            for target, sizes in itertools.product(row["target"].split(", "), each_size(row["sizes"])):
+                yield (target, row["file"], row["dtypes"], frozenset(taken), frozenset(asked),
                        row["evidence"], sizes)  # fmt: skip
 
 
@@ -110,13 +110,26 @@ def test_sizes_with_other_evidence_have_a_line_of_their_own():
         "| cpu | f32 | any | all | - | a.py | hardware (C) |",
         "| metal | f32 | N 4, 8 | none | a | a.py | not yet |",
         *(
-            f"| {arch} | bf16, f16 | (N, M) {pairs} | scaled | - | a.py | {where} |"
-            for arch in ("sm90", "sm100")
+            f"| sm80, sm89, sm90, sm100, sm120 | bf16, f16 | (N, M) {pairs} | scaled | - | a.py | {where} |"
             for pairs, where in (
                 ("(16, 16), (64, 64)", "simulator"),
                 ("(32, 32)", "hardware (H); simulator"),
                 ("(128, 128)", "not yet"),
             )
         ),
+    ]
+    assert set(read(lines)) == {fact for one in given for fact in of(*one)}
+
+
+def test_targets_share_a_line_where_nothing_else_differs():
+    rows = [Kernel("sm80 sm89 sm120", "bf16", {"N": (16,)}), Kernel("sm90", "bf16", {"N": (16,)})]
+    op = Op("toy(Tensor x) -> Tensor out", {}, tuple(rows))
+    seen = {"sm89": ("simulator",)}
+    given = [(row, arch, "a.py", seen.get(arch, ())) for row in rows for arch in row.archs]
+    lines = "\n".join(report.section(op, report.joined(given))).split("\n")
+    assert [line for line in lines if line.startswith("| sm")] == [
+        "| sm80, sm120 | bf16 | N 16 | a.py | not yet |",
+        "| sm89 | bf16 | N 16 | a.py | simulator |",
+        "| sm90 | bf16 | N 16 | a.py | not yet |",
     ]
     assert set(read(lines)) == {fact for one in given for fact in of(*one)}

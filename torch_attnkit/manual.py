@@ -106,9 +106,17 @@ def _runs(op: Op, arch: str) -> list[str]:
     return limits(op, arch) or ["no kernel: a call raises UnsupportedError"]
 
 
+def _by_targets(op: Op) -> Iterator[tuple[str, list[str]]]:
+    """Names of the architectures that run the same of an op, and what that is."""
+    same: dict[tuple[str, ...], list[str]] = {}
+    for arch, name in ARCHS.items():
+        same.setdefault(tuple(_runs(op, arch)), []).append(name)
+    yield from (("; ".join(names), list(lines)) for lines, names in same.items())
+
+
 def _block(head: str, lines: list[str]) -> Iterator[str]:
     if lines:
-        yield f"\n{head}"
+        yield "\n" + textwrap.fill(head, _WIDTH)
         for line in lines:
             yield from textwrap.wrap(line, _WIDTH, initial_indent="  ", subsequent_indent="      ")
 
@@ -138,8 +146,8 @@ def describe(op: str) -> str:
     parts += _block("Axes", [f"{axis}: {phrases}" for axis, phrases in record.axes.items()])
     parts += ["", textwrap.fill(CONTENTS, _WIDTH)]
     parts += _block("A call is refused unless", list(record.where))
-    for arch, name in ARCHS.items():
-        parts += _block(name, _runs(record, arch))
+    for names, lines in _by_targets(record):
+        parts += _block(names, lines)
     parts += _block("Example", [f"torch_attnkit/ops/{op}/example.py"])
     return "\n".join(parts) + "\n"
 
@@ -226,8 +234,8 @@ def page(op: Op, baselines: list[dict[str, Any]]) -> str:
     parts += [_row("axis", "counts"), "|---|---|", *(_row(f"`{axis}`", phrases) for axis, phrases in op.axes.items())]
     parts += ["", CONTENTS]
     parts += ["\n## Example\n", f"```python\n{_EXAMPLE}```\n", "## What runs where\n"]
-    for arch, name in ARCHS.items():
-        parts += [f"**{name}**\n", *(f"- {line}" for line in _runs(op, arch)), ""]
+    for names, lines in _by_targets(op):
+        parts += [f"**{names}**\n", *(f"- {line}" for line in lines), ""]
     parts += ["A word behind *without* is a feature of the call that the kernel refuses. `SUPPORT.md` says of each row"]
     parts += ["on what evidence it stands.\n"]
     parts += [f"How it is done: {', '.join(f'[{f}](../kernels/{f}.md)' for f in _families(op))}.\n"]

@@ -40,7 +40,7 @@ Beside `reference`, a cell says where kernels of the op have been seen right.
 _KERNELS = """
 ## Kernels
 
-Rows of an op and a target that differ in sizes alone, with the same evidence, share a line with the sizes of each;
+Rows of an op that differ in target or sizes alone, with the same evidence, share a line with the sizes of each;
 (D, Dv) (64, 64), (192, 128) are two. *Features* are those of the op that the kernels take. *Also needs* names further
 conditions by their letters. Schemas, arguments and limits in words are in `docs/ops`.
 """
@@ -48,9 +48,9 @@ conditions by their letters. Schemas, arguments and limits in words are in `docs
 
 @dataclass(frozen=True)
 class Line:
-    """Rows of one op and target that differ in nothing but their sizes."""
+    """Rows of one op that differ in nothing but their sizes; targets have the same."""
 
-    arch: str
+    archs: tuple[str, ...]
     file: str
     rows: tuple[Kernel, ...]
     evidence: tuple[str, ...]
@@ -72,13 +72,20 @@ def sizes(rows: Iterable[Kernel]) -> str:
 
 
 def joined(rows: Iterable[tuple[Kernel, str, str, tuple[str, ...]]]) -> list[Line]:
-    """An op's rows, each with its target, file and evidence, by target: what differs in sizes alone is one line."""
+    """An op's rows, each with its target, file and evidence, by target: what differs in sizes or target alone is one
+    line."""
     alike: dict[tuple[object, ...], Line] = {}
     for row, arch, file, seen in rows:
         key = (arch, file, seen, row.dtypes, tuple(row.dims), row.features, tuple(row.needs))
-        line = alike.get(key, Line(arch, file, (), seen))
+        line = alike.get(key, Line((arch,), file, (), seen))
         alike[key] = replace(line, rows=(*line.rows, row))
-    return sorted(alike.values(), key=lambda line: list(ARCHS).index(line.arch))
+    of_targets: dict[tuple[object, ...], Line] = {}
+    order = list(ARCHS)
+    for line in sorted(alike.values(), key=lambda found: order.index(found.archs[0])):
+        alike_rows = (line.file, line.evidence, tuple(map(id, line.rows)))
+        same = of_targets.get(alike_rows, replace(line, archs=()))
+        of_targets[alike_rows] = replace(same, archs=(*same.archs, *line.archs))
+    return list(of_targets.values())
 
 
 def section(op: Op, lines: list[Line]) -> Iterator[str]:
@@ -97,7 +104,7 @@ def section(op: Op, lines: list[Line]) -> Iterator[str]:
     yield "|-" * (len(columns) + 2) + "|"
     for line in lines:
         row = line.rows[0]
-        cells = [line.arch, row.dtypes.replace(" ", ", "), sizes(line.rows).removesuffix(" sizes")]
+        cells = [", ".join(line.archs), row.dtypes.replace(" ", ", "), sizes(line.rows).removesuffix(" sizes")]
         cells += [_features(op, row)] if differ else []
         cells += [" ".join(letters[need] for need in row.needs) or "-"] if needs else []
         yield f"| {' | '.join([*cells, line.file, '; '.join(line.evidence) or 'not yet'])} |"
