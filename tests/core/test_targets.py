@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,3 +75,34 @@ def test_explain_says_what_runs_and_what_does_not(arch):
     assert text.splitlines()[3:5] and "runs     torch_attnkit/kernels/decode/launch.py on " + arch in text
     lacking = [name for name, op in OPS.items() if not any(arch in row.archs for row in op.kernels)]
     assert all(any("sm90" in row.archs for row in OPS[name].kernels) for name in lacking)
+
+
+def test_the_page_of_gpus_says_what_the_table_says():
+    """docs/gpus.md: capabilities, the ops without kernels, and the limits of each target."""
+    text = (Path(__file__).parents[2] / "docs" / "gpus.md").read_text("utf-8")
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in text.split("\n") if line.startswith("| ")]
+    named = {row[2].split("`")[1]: set(re.findall(r"\d+\.\d", row[1])) for row in cells if re.search(r"\d\.\d", row[1])}
+    expected: dict[str, set[str]] = {}
+    for (major, minor), arch in CARDS.items():
+        expected.setdefault(arch, set()).add(f"{major}.{minor}")
+    assert {arch: found for arch, found in named.items() if arch in NVIDIA} == expected
+
+    lists = re.findall(r"^- (.*?)(?=^-|^$)", text.partition("## What has no kernel")[2], re.M | re.S)
+    lacking = {}
+    for one in lists:
+        words = re.findall(r"`(\w+)`", one)
+        archs = [word for word in words if word in NVIDIA]
+        lacking |= dict.fromkeys(archs, {word for word in words if word not in NVIDIA})
+    for arch in NVIDIA:
+        without = {name for name, op in OPS.items() if not any(arch in row.archs for row in op.kernels)}
+        assert lacking.get(arch, set()) == without, f"docs/gpus.md: {arch}"
+
+    header = next(row for row in cells if row[0] == "" and "`sm80`" in row[1])
+    limits = {row[0]: row[1:] for row in cells[cells.index(header) + 1 :]}
+    for column, head in enumerate(header[1:]):
+        for arch in re.findall(r"`(\w+)`", head):
+            found = {name: row[column] for name, row in limits.items()}
+            assert found["shared memory of a CTA, KB"] == str(LIMITS[arch].shared >> 10)
+            assert found["clusters, TMA, mbarriers that count bytes"] == ("yes" if LIMITS[arch].clusters else "no")
+            assert found["programmatic dependent launch"] == ("yes" if LIMITS[arch].pdl else "no")
+            assert (found["E4M3 conversions"] == "instructions") == LIMITS[arch].e4m3
