@@ -228,8 +228,10 @@ def test_rows_reach_every_kernel_that_they_ask_for():
             reached = digest.reach(*op.entries(row), arch=arch)
             found = parity.cases(op, index, arch, covering=True)
             for case in {found[len(found) // 2], found[-1]}:
+                with parity.ShapesOnly():
+                    call = parity.bound(op, *parity.arguments(case))
                 with compile.recording() as requests:
-                    op.build(row, parity.bound(op, *parity.arguments(case)), Target(arch, simulated=True))
+                    op.build(row, call, Target(arch, simulated=True))
                 asked += len(requests)
                 for request in requests:
                     assert digest.reach(f"{request.module}:{request.trace}", arch=arch) <= reached, case.id
