@@ -39,6 +39,7 @@ class Target:
         return f"{self.arch} (simulated)" if self.simulated else self.arch
 
 
+_ON_GPU = config.arch_on_gpu(SIMULATED)  # by the environment
 _active: ContextVar[str | None] = ContextVar("attnkit_simulated_arch", default=config.simulated_arch(SIMULATED))
 simulated_arch = _active.get
 if simulated_arch() is not None:  # by the environment
@@ -64,6 +65,14 @@ def simulate(arch: str) -> Iterator[Target]:
         _active.reset(token)
 
 
+def built_for(arch: str) -> str:
+    """The arch that the kernels of ``arch`` are compiled for: its own, unless the environment says that the GPU which
+    is here shall run them."""
+    if arch != _ON_GPU or not torch.cuda.is_available():
+        return arch
+    return _CAPABILITY[torch.cuda.get_device_capability()]
+
+
 def target_of(device: torch.device) -> Target:
     """The target of tensors on ``device``; a CPU tensor inside ``simulate(arch)`` belongs to that arch."""
     if device.type == "cpu":
@@ -77,7 +86,7 @@ def target_of(device: torch.device) -> Target:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) in _CAPABILITY:
-            return Target(_CAPABILITY[major, minor])
+            return Target(_ON_GPU or _CAPABILITY[major, minor])
         have = ", ".join(f"{m}.{n} ({a})" for (m, n), a in _CAPABILITY.items())
         name = torch.cuda.get_device_name(device)
         raise UnsupportedError(f"{name} has compute capability {major}.{minor}; there are kernels for {have}")

@@ -36,7 +36,7 @@ import torch
 from torch_attnkit import digest
 from torch_attnkit.core import cache, config, runtimes
 from torch_attnkit.core.errors import UnsupportedError
-from torch_attnkit.core.target import Target
+from torch_attnkit.core.target import Target, built_for
 
 from . import compile_times, fingerprint, installed, repeat
 from .limits import tracing
@@ -259,7 +259,7 @@ def _compile(request: Request, folder: Path, simulated: bool) -> Compiled:
 
 
 def _options(arch: str) -> str:
-    return f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[arch]} --keep-ptx"
+    return f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[built_for(arch)]} --keep-ptx"
 
 
 def _build(request: Request, folder: Path, simulated: bool) -> Compiled:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_attnkit.core import Target, UnsupportedError, runtimes
-from torch_attnkit.core.target import NVIDIA, SIMULATED, target_of
+from torch_attnkit.core.target import NVIDIA, SIMULATED, built_for, target_of
 from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.ptx import settings as ptx_settings
 
@@ -61,9 +61,12 @@ def devices() -> list[tuple[str, str, str]]:
     for name in names:
         label = torch.cuda.get_device_name(name) if name != "mps" else platform.processor()
         try:
-            found.append((name, label, target_of(torch.device(name)).arch))
+            arch = target_of(torch.device(name)).arch
         except UnsupportedError as error:
             found.append((name, label, str(error)))
+        else:
+            other = name != "mps" and built_for(arch) != arch
+            found.append((name, f"{label} built as {arch}" if other else label, arch))
     return found
 
 

@@ -46,7 +46,7 @@ class MmaConfig(Config):
 
     @property
     def query_in_registers(self) -> bool:
-        return self.dim <= MOST_IN_REGISTERS and self.atoms == 1
+        return self.dim * self.atoms <= MOST_IN_REGISTERS
 
     @property
     def pitches(self) -> tuple[int, int]:

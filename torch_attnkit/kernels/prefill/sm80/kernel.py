@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda import fake
+from torch_attnkit.cuda import warp_ops as op
 
 from ..key_blocks import masked_keys
 from ..sm90.mask import BitMask, MaskRules, row_bounds
@@ -55,18 +56,19 @@ class PrefillMma:
 
     @cute.kernel
     def kernel(self, ins: Any, outs: Any, scalars: Any):
-        tile, kv_index, valid = self.sequences.tile(ins, scalars, cute.arch.block_idx()[0])
+        index = cute.arch.block_idx()[0]
+        tile, kv_index, valid = self.sequences.tile(ins, scalars, index)
         if valid:
-            self.attend(ins, outs, scalars, tile, kv_index)
+            rows = self.attend(ins, outs, scalars, tile, kv_index)
+            # Found again: registers are scarce between.
+            tile, kv_index, _ = self.sequences.tile(ins, scalars, op.fresh(index))
+            self.store(ins, outs, tile, kv_index, rows)
 
     @cute.jit
     def attend(self, ins: Any, outs: Any, scalars: Any, tile: Any, kv_index: Int32):
         c, loader = self.c, self.loader
         ring = cutlass.memory.SmemAllocator().allocate(c.shared.nbytes, 16).toint()
-        rows_in, results = self.sequences.rows(ins, outs, tile, kv_index)
-        sums_out = None
-        if const_expr(not c.normalize):
-            sums_out = self.sequences.rows(ins, outs._replace(lse=outs.row_sum), tile, kv_index)[1].lse
+        rows_in, _ = self.sequences.rows(ins, outs, tile, kv_index)
         masked, sources = masked_keys(c, tile.seq, scalars), loader.sources(ins, tile, kv_index)
         rPages, stages, steps = loader.pages(), const_expr(c.stages), tile.stop
 
@@ -98,5 +100,15 @@ class PrefillMma:
                     loader.look_up(ins, kv_index, masked, tile.block(ahead + 1), rPages)
                 cute.arch.cp_async_commit_group()
                 self.mainloop.block(rows, masks, ring + i % stages * c.stage_bytes, tile.block(i), edge=edge)
-        for w, at in zip(rows, positions, strict=True):
+        return rows
+
+    @cute.jit
+    def store(self, ins: Any, outs: Any, tile: Any, kv_index: Int32, rows: list):
+        c = self.c
+        rows_in, results = self.sequences.rows(ins, outs, tile, kv_index)
+        sums_out = None
+        if const_expr(not c.normalize):
+            sums_out = self.sequences.rows(ins, outs._replace(lse=outs.row_sum), tile, kv_index)[1].lse
+        for w in rows:
+            at = tuple(tile.position(w.row + 8 * r) for r in range(2))
             store_rows(c, w, rows_in, results, sums_out, tile, at)

@@ -61,15 +61,19 @@ class AsyncLoader(Fixed):
         keys = keys_of(self.sequences, cache, tile, kv_index)
         return RowSource(keys.iterator.toint(), Int64(keys.stride[0]) * nbytes, Int64(0))
 
+    def _rows(self, dim: int) -> int:
+        """Of a block, from which a thread copies a chunk."""
+        return -(-self.c.tile_n * (dim * self.nbytes // CHUNK) // self.c.threads)
+
     @property
-    def rows_of_thread(self) -> tuple[int, int]:
-        """Rows of a block of K and of V from which a thread copies a chunk."""
-        count = lambda dim: -(-self.c.tile_n * (dim * self.nbytes // CHUNK) // self.c.threads)
-        return count(self.c.dim), count(self.c.dim_v)
+    def _looked_up(self) -> tuple[int, ...]:
+        """Columns of K, and of V where its rows are other threads'."""
+        c = self.c
+        return (c.dim,) if c.dim == c.dim_v else (c.dim, c.dim_v)
 
     def pages(self) -> cute.Tensor:
-        """Registers for the pages of a thread's rows of the next block, of K and then of V."""
-        return cute.make_rmem_tensor(sum(self.rows_of_thread) if self.c.kv == "paged" else 1, Int32)
+        """Registers for the pages of a thread's rows of the next block."""
+        return cute.make_rmem_tensor(sum(map(self._rows, self._looked_up)) if self.c.kv == "paged" else 1, Int32)
 
     @cute.jit
     def look_up(self, ins: Any, b: Int32, masked: MaskedKeys, block: Int32, rPages: cute.Tensor):
@@ -77,8 +81,8 @@ class AsyncLoader(Fixed):
         c = self.c
         if const_expr(c.kv == "paged"):
             before = 0
-            for dim, rows in zip((c.dim, c.dim_v), self.rows_of_thread, strict=True):
-                for n in cutlass.range_constexpr(rows):
+            for dim in self._looked_up:
+                for n in cutlass.range_constexpr(self._rows(dim)):
                     key = block * c.tile_n + self._place(n, dim)[0]
                     page = Int32(-1)
                     if not masked.hold(key):
@@ -89,30 +93,41 @@ class AsyncLoader(Fixed):
                             if page >= Int32(ins.k.shape[0]):
                                 page = Int32(-1)
                     rPages[before + n] = page
-                before += rows
+                before += self._rows(dim)
 
     @cute.jit
     def load(self, sources: tuple, masked: MaskedKeys, block: Int32, rPages: cute.Tensor, stage: Int32):
         """Start the copy of a block into a stage."""
         c = self.c
         before, target = 0, stage
-        for dim, rows, pitch, source in zip((c.dim, c.dim_v), self.rows_of_thread, c.pitches, sources, strict=True):
-            chunks = const_expr(dim * self.nbytes // CHUNK)
-            for n in cutlass.range_constexpr(rows):
-                row, chunk = self._place(n, dim)
-                key = block * c.tile_n + row
+        for dim, pitch, source in zip((c.dim, c.dim_v), c.pitches, sources, strict=True):
+            chunks, step = const_expr(dim * self.nbytes // CHUNK), self._step(dim)
+            row, chunk = self._place(0, dim)
+            key, to = block * c.tile_n + row, target + row * pitch + chunk * CHUNK
+            at, further = source.at + source.row_bytes * key + chunk * CHUNK, source.row_bytes * step
+            for n in cutlass.range_constexpr(self._rows(dim)):
+                if const_expr(step == 0):
+                    row, chunk = self._place(n, dim)
+                    key, to = block * c.tile_n + row, target + row * pitch + chunk * CHUNK
+                    at = source.at + source.row_bytes * key + chunk * CHUNK
                 if const_expr(c.kv == "paged"):
                     page = rPages[before + n]
                     valid = page >= 0
-                    at = source.at + source.page_bytes * cutlass.max(page, 0) + source.row_bytes * (key % c.page)
+                    place = source.page_bytes * cutlass.max(page, 0) + source.row_bytes * (key % c.page)
+                    at = source.at + place + chunk * CHUNK
                 else:
                     valid = not masked.hold(key)
-                    at = source.at + source.row_bytes * cutlass.select_(valid, key, 0)
+                source_of = cutlass.select_(valid, at, source.at)
                 if (row < c.tile_n) or const_expr(c.tile_n * chunks % c.threads == 0):
-                    wanted = cutlass.select_(valid, Int32(CHUNK), Int32(0))
-                    op.copy_16_async(target + row * pitch + chunk * CHUNK, at + chunk * CHUNK, wanted)
-            before += rows
+                    op.copy_16_async(to, source_of, cutlass.select_(valid, Int32(CHUNK), Int32(0)))
+                key, to, at = key + step, to + step * pitch, at + further
+            before += 0 if len(self._looked_up) == 1 else self._rows(dim)
             target += c.tile_n * pitch
+
+    def _step(self, dim: int) -> int:
+        """Rows from a thread's copy to its next, in the same columns; 0 where its columns change."""
+        chunks = dim * self.nbytes // CHUNK
+        return self.c.threads // chunks if self.c.threads % chunks == 0 else 0
 
     def _place(self, n: int, dim: int) -> tuple[Int32, Int32]:
         """Row and chunk of a thread's n-th copy."""

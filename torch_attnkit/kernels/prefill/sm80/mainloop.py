@@ -9,15 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from torch_attnkit.cuda import warp_ops as op
+from torch_attnkit.cuda.partials import finite
 from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.sm90 import softmax
+from torch_attnkit.cuda.warp_ops import exp2
 
 from .config import MmaConfig
 from .tiles import ATOM
+
+_SLACK = 8.0  # of float16's 16 powers of two above 1, what a probability may use
 
 
 @dataclass
@@ -63,11 +68,39 @@ class MmaMainloop(Fixed):
                 mask.apply(rS, block, "both")
             elif c.softcap:
                 softmax.cap(rS, w.scalars.cap_slope)
-            by = softmax.online(
-                rS, w.row_max, w.row_sum, w.scalars.scale_log2, first=False, exact=not c.normalize
-            )  # fmt: skip
-            softmax.rescale(w.rO, by)
+            self._online(w, rS)
         self._add_values(rows, scores, stage + c.tile_n * c.pitches[0])
+
+    @cute.jit
+    def _online(self, w: WarpRows, rS: cute.Tensor):
+        """Scores to probabilities in place, and the output so far brought up to date.
+
+        Numbers are relative to a maximum that may be a little less than the row's: it is kept while no score is more
+        than ``_SLACK`` powers of two above it, and a warp all of whose rows keep theirs has nothing to rescale.
+        """
+        c, scale = self.c, w.scalars.scale_log2
+        if const_expr(not c.normalize):  # numerators are relative to the maximum itself
+            softmax.rescale(w.rO, softmax.online(rS, w.row_max, w.row_sum, scale, first=False, exact=True))
+        else:
+            kept, grown, tops = [], [], []
+            for r in cutlass.range_constexpr(2):
+                top = cute.arch.fmax(softmax.peak(rS, r), w.row_max[r])
+                tops.append(top)
+                grown.append((top - w.row_max[r]) * scale > _SLACK)
+            if cute.arch.vote_any_sync(grown[0] | grown[1]):
+                by = []
+                for r in cutlass.range_constexpr(2):
+                    by.append(exp2((w.row_max[r] - finite(tops[r])) * scale))
+                    w.row_max[r] = tops[r]
+                    w.row_sum[r] = w.row_sum[r] * by[r]
+                softmax.rescale(w.rO, by)
+            for r in cutlass.range_constexpr(2):
+                offset = -(finite(w.row_max[r]) * scale)
+                sums = [None, None]
+                for n, i in enumerate(i for i in range(cute.size(rS)) if i // 2 % 2 == r):
+                    rS[i] = exp2(op.fma(rS[i], scale, offset))
+                    sums[n % 2] = rS[i] if sums[n % 2] is None else sums[n % 2] + rS[i]
+                w.row_sum[r] = w.row_sum[r] + (sums[0] + sums[1])
 
     def _scores(self, rows: list[WarpRows], sK: Int32) -> list[cute.Tensor]:
         """Q K' of this warp's rows, of each 16 (4, N / 8)."""
@@ -75,9 +108,14 @@ class MmaMainloop(Fixed):
         found = [cute.make_rmem_tensor(cute.make_layout((4, c.tile_n // 8)), Float32) for _ in rows]
         for rS in found:
             rS.fill(0.0)
+        # Or addresses of all of Q's columns would be kept in registers.
+        places = [w.query if c.query_in_registers else op.fresh(w.query) for w in rows]
         at = sK + (lane // 16 * 8 + lane % 8) * c.pitches[0] + lane // 8 % 2 * 16
         for k in range(c.dim // 16):
-            queries = [w.rQ[k] if c.query_in_registers else op.ldmatrix_x4(w.query + k * 32) for w in rows]
+            queries = [
+                w.rQ[k] if c.query_in_registers else op.ldmatrix_x4(sQ + k * 32)
+                for w, sQ in zip(rows, places, strict=True)
+            ]
             for n in range(c.tile_n // 16):
                 rK = op.ldmatrix_x4(at + n * 16 * c.pitches[0] + k * 32)
                 for rQ, rS in zip(queries, found, strict=True):

@@ -29,10 +29,10 @@ class MmaTiles(NamedTuple):
 
 # (D, Dv): D a multiple of 16, Dv of 32, which the epilogue stores.
 MMA_TILES: dict[tuple[int, int], MmaTiles] = {
-    (32, 32): MmaTiles(MmaTile(128, 64, 4), MmaTile(64, 64, 4)),
-    (64, 64): MmaTiles(MmaTile(128, 64, 4), MmaTile(64, 64, 4)),
-    (96, 96): MmaTiles(MmaTile(128, 64, 3), MmaTile(64, 64, 3)),
-    (128, 128): MmaTiles(MmaTile(128, 64, 2), MmaTile(64, 64, 2)),
+    (32, 32): MmaTiles(MmaTile(128, 64, 3, 2), MmaTile(64, 64, 4)),
+    (64, 64): MmaTiles(MmaTile(128, 64, 3, 2), MmaTile(64, 64, 4)),
+    (96, 96): MmaTiles(MmaTile(128, 48, 2, 2), MmaTile(64, 48, 3)),
+    (128, 128): MmaTiles(MmaTile(128, 32, 3, 2), MmaTile(64, 32, 4)),
     (192, 128): MmaTiles(MmaTile(128, 32, 2), MmaTile(64, 32, 3)),
     (256, 256): MmaTiles(MmaTile(64, 32, 2), MmaTile(64, 32, 2)),
 }
