@@ -17,8 +17,10 @@ def simulated_arch(known: tuple[str, ...]) -> str | None:
 
 
 def arch_on_gpu(known: tuple[str, ...]) -> str | None:
-    """The arch named by ``ATTNKIT_TARGET=gpu:<arch>``: whose rows and kernels calls on a CUDA device take, built for the
-    GPU that is there. A newer GPU thereby runs the code of an older one."""
+    """The arch named by ``ATTNKIT_TARGET=gpu:<arch>``: whose kernels calls on a CUDA device take, built for that GPU.
+
+    A newer GPU thereby runs the code of an older one.
+    """
     return _target("gpu", known)
 
 

@@ -39,7 +39,7 @@ def sm_count(device: torch.device) -> int:
 
 @functools.cache
 def shared_of_sm(device: torch.device, least: int) -> int:
-    """Bytes of shared memory that the CTAs of a multiprocessor have together; of a CPU tensor the ``least`` there is."""
+    """Bytes of shared memory that the CTAs of a multiprocessor have together; for a CPU tensor ``least``."""
     if device.type != "cuda":
         return least
     return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)

@@ -82,7 +82,7 @@ class MmaMainloop(Fixed):
         if const_expr(not c.normalize):  # numerators are relative to the maximum itself
             softmax.rescale(w.rO, softmax.online(rS, w.row_max, w.row_sum, scale, first=False, exact=True))
         else:
-            kept, grown, tops = [], [], []
+            grown, tops = [], []
             for r in cutlass.range_constexpr(2):
                 top = cute.arch.fmax(softmax.peak(rS, r), w.row_max[r])
                 tops.append(top)
