@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_attnkit.core import Target, UnsupportedError, runtimes
-from torch_attnkit.core.target import NVIDIA, SIMULATED, built_for, target_of
+from torch_attnkit.core.target import NVIDIA, SIMULATED, target_of
 from torch_attnkit.sim.metal import settings as metal_settings
 from torch_attnkit.sim.ptx import settings as ptx_settings
 
@@ -61,12 +61,11 @@ def devices() -> list[tuple[str, str, str]]:
     for name in names:
         label = torch.cuda.get_device_name(name) if name != "mps" else platform.processor()
         try:
-            arch = target_of(torch.device(name)).arch
+            target = target_of(torch.device(name))
         except UnsupportedError as error:
             found.append((name, label, str(error)))
         else:
-            other = name != "mps" and built_for(arch) != arch
-            found.append((name, f"{label} built as {arch}" if other else label, arch))
+            found.append((name, f"{label} built as {target.arch}" if target.built_for else label, target.arch))
     return found
 
 
@@ -88,7 +87,8 @@ def here(archs: tuple[str, ...]) -> list[Runner]:
     runners: dict[Target, Runner] = {}
     for device, label, arch in devices():
         if arch in archs:
-            runners.setdefault(Target(arch), Runner(device.split(":")[0], label, Target(arch)))
+            target = Target(arch) if device == "cpu" else target_of(torch.device(device))
+            runners.setdefault(target, Runner(device.split(":")[0], label, target))
     for arch, missing in simulators().items():
         if arch in archs and not missing:
             target = Target(arch, simulated=True)
