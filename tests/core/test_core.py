@@ -213,8 +213,14 @@ def test_environment(monkeypatch, tmp_path):
     assert config.simulated_arch(("sm90",)) is None
     for wrong in ("sm90", "sim:", "sim:sm80"):
         monkeypatch.setenv("ATTNKIT_TARGET", wrong)
-        with pytest.raises(ValueError, match=f"ATTNKIT_TARGET: got '{wrong}', accepted: sim:sm90"):
+        with pytest.raises(ValueError, match=f"ATTNKIT_TARGET: got '{wrong}', accepted: sim:sm90, gpu:sm90"):
             config.simulated_arch(("sm90",))
+    monkeypatch.setenv("ATTNKIT_TARGET", "gpu:sm90")
+    assert config.simulated_arch(("sm90",)) is None
+    assert config.arch_on_gpu(("sm90", "metal")) == "sm90"
+    monkeypatch.setenv("ATTNKIT_TARGET", "gpu:metal")
+    with pytest.raises(ValueError, match="accepted: sim:sm90, sim:metal, gpu:sm90$"):
+        config.arch_on_gpu(("sm90", "metal"))
 
 
 def test_unknown_devices_are_refused():

@@ -13,8 +13,22 @@ def cache_dir() -> Path:
 
 def simulated_arch(known: tuple[str, ...]) -> str | None:
     """The arch named by ``ATTNKIT_TARGET=sim:<arch>``: what CPU tensors run on when no ``simulate()`` is active."""
+    return _target("sim", known)
+
+
+def arch_on_gpu(known: tuple[str, ...]) -> str | None:
+    """The arch named by ``ATTNKIT_TARGET=gpu:<arch>``: whose kernels calls on a CUDA device take, built for that GPU.
+
+    A newer GPU thereby runs the code of an older one.
+    """
+    return _target("gpu", known)
+
+
+def _target(wanted: str, known: tuple[str, ...]) -> str | None:
     value = os.environ.get("ATTNKIT_TARGET", "")
     kind, _, arch = value.partition(":")
-    if value and (kind != "sim" or arch not in known):
-        raise ValueError(f"ATTNKIT_TARGET: got {value!r}, accepted: {', '.join(f'sim:{a}' for a in known)}")
-    return arch or None
+    accepted = {"sim": known, "gpu": tuple(a for a in known if a.startswith("sm"))}
+    if value and arch not in accepted.get(kind, ()):
+        names = (f"{k}:{a}" for k, archs in accepted.items() for a in archs)
+        raise ValueError(f"ATTNKIT_TARGET: got {value!r}, accepted: {', '.join(names)}")
+    return arch if value and kind == wanted else None

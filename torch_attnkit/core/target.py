@@ -30,15 +30,18 @@ _CAPABILITY = {
 
 @dataclass(frozen=True)
 class Target:
-    """An architecture, on hardware or simulated."""
+    """An architecture, on hardware or simulated; ``built_for`` that of the GPU, where kernels of another run on it."""
 
     arch: str
     simulated: bool = False
+    built_for: str = ""
 
     def __str__(self) -> str:
-        return f"{self.arch} (simulated)" if self.simulated else self.arch
+        where = f"{self.arch} built for {self.built_for}" if self.built_for else self.arch
+        return f"{where} (simulated)" if self.simulated else where
 
 
+_ON_GPU = config.arch_on_gpu(SIMULATED)  # by the environment
 _active: ContextVar[str | None] = ContextVar("attnkit_simulated_arch", default=config.simulated_arch(SIMULATED))
 simulated_arch = _active.get
 if simulated_arch() is not None:  # by the environment
@@ -77,7 +80,8 @@ def target_of(device: torch.device) -> Target:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) in _CAPABILITY:
-            return Target(_CAPABILITY[major, minor])
+            own = _CAPABILITY[major, minor]
+            return Target(own) if _ON_GPU in (None, own) else Target(_ON_GPU, built_for=own)
         have = ", ".join(f"{m}.{n} ({a})" for (m, n), a in _CAPABILITY.items())
         name = torch.cuda.get_device_name(device)
         raise UnsupportedError(f"{name} has compute capability {major}.{minor}; there are kernels for {have}")

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Request:
     module: str
     trace: str
     signature: tuple[tuple[str, Any], ...]
+    built_for: str = field(default="", repr=False)  # the architecture that is compiled for, where it is another
 
     @classmethod
     def of(cls, arch: str, trace: Trace, **signature: Any) -> Request:
@@ -89,7 +90,7 @@ class Request:
     def file(self) -> str:
         """The name of the compiled kernel, without its suffix: readable first, unique by the hash."""
         sources = digest.of_definitions(self.module, self.trace, arch=self.arch)
-        parts = (repr(self), sources, _options(self.arch), platform.machine())
+        parts = (repr(self), sources, _options(self), platform.machine())
         return f"{self.name}-{self.arch}-{digest.of(*parts)}"
 
 
@@ -125,7 +126,7 @@ def launcher(target: Target, device: torch.device, trace: Trace, **signature: An
     current stream.
     Raises UnsupportedError without nvidia-cutlass-dsl, RuntimeError if the kernel does not compile.
     """
-    request = Request.of(target.arch, trace, **signature)
+    request = replace(Request.of(target.arch, trace, **signature), built_for=target.built_for)
     if _recorder is not None:
         return _recorder(request)
     compiled = get(request, target.simulated)
@@ -258,8 +259,8 @@ def _compile(request: Request, folder: Path, simulated: bool) -> Compiled:
         return found
 
 
-def _options(arch: str) -> str:
-    return f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[arch]} --keep-ptx"
+def _options(request: Request) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {GPU_ARCH[request.built_for or request.arch]} --keep-ptx"
 
 
 def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
@@ -274,7 +275,7 @@ def _build(request: Request, folder: Path, simulated: bool) -> Compiled:
         host, arguments = getattr(importlib.import_module(request.module), request.trace)(
             request.arch, **dict(request.signature)
         )
-        built, options = Compiled(request, Path(work) / "kernel.o"), f"{_options(request.arch)} --dump-dir {work}"
+        built, options = Compiled(request, Path(work) / "kernel.o"), f"{_options(request)} --dump-dir {work}"
         with in_stages(assembled=not simulated), tracing(request.arch):
             # An engine would make machine code of the host's a second time; what is kept is the exported library.
             compiled = cute.compile(host, *arguments, options=options, no_jit_engine=True)

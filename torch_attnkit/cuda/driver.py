@@ -37,6 +37,14 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def shared_of_sm(device: torch.device, least: int) -> int:
+    """Bytes of shared memory that the CTAs of a multiprocessor have together; for a CPU tensor ``least``."""
+    if device.type != "cuda":
+        return least
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor)
+
+
 def driver_version() -> str:
     """The version of NVIDIA's kernel driver, for the record of a run; "unknown" where nvidia-smi is not to be had."""
     question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def runs_of(op: str, index: int, target: Target, each: Map = map) -> str:
     if target.arch == "cpu":
         parts += [*(digest.of_meaning(file, "build") for file in record.sources(row)), digest.of_cpu()]
     else:
-        parts += each(functools.partial(launched.by, target=Target(target.arch, simulated=True)), todo)
+        parts += each(functools.partial(launched.by, target=replace(target, simulated=True)), todo)
     if row.launcher and row.launcher.narrow_sums:
         parts.append(digest.of_meaning("torch_attnkit.oracle.hopper_sums", "TensorCoreSums"))
     if target.simulated:
@@ -168,6 +168,7 @@ def record(target: Target, device: str, run: dict[str, Any], outcomes: list[Outc
         same["rows"] += rows
     kind = "simulator" if target.simulated else "hardware"
     found: dict[str, Any] = {"arch": target.arch, "kind": kind, "device": device}
+    found |= {"built for": target.built_for} if target.built_for else {}
     found |= {"runs": [r for r in runs if r["rows"]]}
     path.write_text(json.dumps(found, indent=1) + "\n")
     return path
@@ -190,7 +191,7 @@ def resign(file: Path, ops: Iterable[str], each: Map = map) -> list[Signed]:
     A row that was seen with these very sources, before there were such digests, gets one.
     """
     found = json.loads(file.read_text())
-    target = Target(found["arch"], found["kind"] == "simulator")
+    target = Target(found["arch"], found["kind"] == "simulator", found.get("built for", ""))
     rows = {row_title(op.name, row): (op.name, index) for op, index, row, _ in support(target.arch) if op.name in ops}
     signed = []
     for entry in [e for run in found["runs"] for e in run["rows"] if e["row"] in rows]:

@@ -8,6 +8,7 @@ of modules, classes and functions are in none of this, so code may move, and wha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -55,7 +56,8 @@ def _launched(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], target: Tar
     values = (*args, *(kwargs.get(n, op.defaults.get(n)) for n in op.argnames[len(args) :]))
     recorder = _Recorder(values)
     workspace._devices.clear()  # its size depends on earlier calls
-    cuda = compile.recording(lambda request: recorder.launcher(compile.get(request, simulated=True).fingerprint))
+    built = functools.partial(dataclasses.replace, built_for=target.built_for)
+    cuda = compile.recording(lambda request: recorder.launcher(compile.get(built(request), simulated=True).fingerprint))
     with simulate(target.arch), cuda, metal.recording(recorder.library):
         launch = dispatch.make_plan(op, values).launch
         with recorder:

@@ -61,9 +61,11 @@ def devices() -> list[tuple[str, str, str]]:
     for name in names:
         label = torch.cuda.get_device_name(name) if name != "mps" else platform.processor()
         try:
-            found.append((name, label, target_of(torch.device(name)).arch))
+            target = target_of(torch.device(name))
         except UnsupportedError as error:
             found.append((name, label, str(error)))
+        else:
+            found.append((name, f"{label} built as {target.arch}" if target.built_for else label, target.arch))
     return found
 
 
@@ -85,7 +87,8 @@ def here(archs: tuple[str, ...]) -> list[Runner]:
     runners: dict[Target, Runner] = {}
     for device, label, arch in devices():
         if arch in archs:
-            runners.setdefault(Target(arch), Runner(device.split(":")[0], label, Target(arch)))
+            target = Target(arch) if device == "cpu" else target_of(torch.device(device))
+            runners.setdefault(target, Runner(device.split(":")[0], label, target))
     for arch, missing in simulators().items():
         if arch in archs and not missing:
             target = Target(arch, simulated=True)

@@ -1,4 +1,4 @@
-"""Which instructions and how much shared memory a target has: by ptxas 13.5, asked about each line of the table.
+"""Which instructions and how much shared memory a target has: ptxas 13.5 was asked for each line of the table.
 
 ``sm_120`` has less than ``sm_120f`` and ``sm_120a``: what a family or one GPU has is not of the plain target.
 """

@@ -2,7 +2,11 @@
 
 from torch_attnkit.core.family import Launcher
 
+_SM80 = f"{__name__}.sm80.launch"
 _SM90, _SM100 = f"{__name__}.sm90.launch", f"{__name__}.sm100"
+AMPERE = Launcher(_SM80)
+AMPERE_CACHE = Launcher(_SM80, "of_cache")
+AMPERE_PAGES = Launcher(_SM80, "of_pages")
 HOPPER = Launcher(_SM90)
 HOPPER_HDIM512 = Launcher(_SM90, "hdim512")
 HOPPER_FP8 = Launcher(_SM90, "fp8", narrow_sums=True)

@@ -17,6 +17,7 @@ Source: PagedAttention (arXiv 2309.06180), FlashAttention-2 (arXiv 2307.08691); 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm80 import tiles as sm80
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, rules, shards
@@ -79,6 +80,7 @@ OP = Op(
         *rules.by_head(
             "sm100", sm100.DTYPES, sm100.TILES, _FEATURES, rules.CACHE_ROWS | _ROWS, launcher=prefill.BLACKWELL_PAGES
         ),
+        *rules.by_head("sm80 sm89 sm120", sm80.DTYPES, sm80.MMA_TILES, _FEATURES, launcher=prefill.AMPERE_PAGES),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         *rules.of_codes(
             "sm90",

@@ -11,6 +11,7 @@ in GPT-OSS (OpenAI, 2025) and StreamingLLM (arXiv 2309.17453).
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm80 import tiles as sm80
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, rules, shards
@@ -68,6 +69,7 @@ OP = Op(
         *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16), _ALL, launcher=prefill.HOPPER),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _ALL, launcher=prefill.BLACKWELL),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_ALL} scales", launcher=prefill.BLACKWELL),
+        *rules.by_head("sm80 sm89 sm120", sm80.DTYPES, sm80.MMA_TILES, _ALL, launcher=prefill.AMPERE),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _ALL, _VALUES, launcher=prefill.METAL),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", _VALUES, launcher=prefill.METAL),
         *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16, wide=True), _ALL, launcher=prefill.HOPPER_HDIM512),

@@ -14,6 +14,7 @@ Source: MetalTile ``sdpa_multi``; scales as FlashAttention-3 (arXiv 2407.08608) 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import prefill
 from torch_attnkit.kernels.prefill import metal
+from torch_attnkit.kernels.prefill.sm80 import tiles as sm80
 from torch_attnkit.kernels.prefill.sm90 import tiles as sm90
 from torch_attnkit.kernels.prefill.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, rules, shards
@@ -65,6 +66,7 @@ OP = Op(
         ),
         *rules.by_head("sm100", sm100.DTYPES, sm100.TILES, _FEATURES, launcher=prefill.BLACKWELL_CACHE),
         *rules.of_codes("sm100", sm100.CODES, sm100.TILES, f"{_FEATURES} scales", launcher=prefill.BLACKWELL_CACHE),
+        *rules.by_head("sm80 sm89 sm120", sm80.DTYPES, sm80.MMA_TILES, _FEATURES, launcher=prefill.AMPERE_CACHE),
         Kernel("mps", metal.DTYPES, {"D": metal.DIMS}, _FEATURES, rules.value_dim(metal.MOST_DIM_V)),
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_FEATURES} scales", rules.value_dim(metal.MOST_DIM_V)),
         *rules.of_codes(

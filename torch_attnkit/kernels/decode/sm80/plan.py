@@ -1,10 +1,12 @@
-"""How a decode launch is cut where an SM has 99 KB of shared memory: RTX 30, 40 and 50, DGX Spark; an A100 as well."""
+"""How a decode launch is cut where a CTA has 99 KB of shared memory: RTX 30, 40 and 50, DGX Spark; an A100 as well."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from torch_attnkit.cuda import driver
 from torch_attnkit.cuda.limits import LIMITS
+from torch_attnkit.cuda.smem import RESERVED
 
 from ..config import MmaConfig
 from ..plan import SHORT, Plan, cut, one_tile
@@ -15,13 +17,14 @@ DTYPES = "bf16 f16"
 HEADS = ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
 _WARPS = (4, 3, 2, 1)
 _IN_FLIGHT = 6  # tiles of a warp
+_MOST_CTAS = 2  # of an SM
 
 
 def plan(problem: Problem, sms: int, *, arch: str, same: bool = False) -> Plan:
-    """The plan of a launch on ``sms`` multiprocessors, one CTA on each where groups are long; ``same`` or not.
+    """The plan of a launch on ``sms`` multiprocessors; ``same`` or not.
 
-    With two tiles of each warp in flight an SM waits for more than memory's latency takes: 70 KB of 128 columns, of
-    which 8 are read in 800 ns on an RTX 5090, and 15 on an A100 (by their data sheets).
+    A CTA has four warps if two tiles of each fit, which is 70 KB of 128 columns in flight: an SM of an RTX 5090 reads 8
+    in 800 ns, one of an A100 15 (by their data sheets). Where an SM has room for two such, it has two.
     """
     limits = LIMITS[arch]
     keys_of_cache = problem.scores.most_keys(problem.capacity)
@@ -33,7 +36,8 @@ def plan(problem: Problem, sms: int, *, arch: str, same: bool = False) -> Plan:
     whole = keys_of_cache <= SHORT
     stages = 2 if whole else next(n for n in range(_IN_FLIGHT, 1, -1) if _fits(replace(config, warps=warps, stages=n)))
     made = replace(config, warps=warps, stages=stages)
-    per_sm = made.blocks_per_sm if whole else 1
+    room = driver.shared_of_sm(problem.device, limits.shared)
+    per_sm = made.blocks_per_sm if whole else max(1, min(_MOST_CTAS, room // (made.shared_bytes + RESERVED)))
     found = cut(problem, made, keys_of_cache, sms * per_sm, sms)
     return replace(found, sizes=found.sizes | dict(capacity=made.capacity))
 

@@ -40,7 +40,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         target, p.device, trace, **plan.group_signature(p, chosen, "packed" if p.packed else "dense")
     )  # fmt: skip
     workspace = _workspace(p, chosen)
-    start = reading(lambda *arguments: run(*arguments, *workspace()), p, _scalars(p, 1))
+    start = reading(lambda *arguments: run(*arguments, *workspace()), p, group_scalars(p, 1))
     unread = torch.empty(p.heads, dtype=torch.float32, device=p.device)
     nothing = min(p.batch, p.keys) == 0
 
@@ -113,7 +113,7 @@ def of_cache(problem: Problem, target: Target) -> Callable[[Operands], None]:
         return lambda operands: None
     chosen = plan.of_cache(p, driver.sm_count(p.device))
     run = compile.launcher(target, p.device, trace_cached, **plan.group_signature(p, chosen, "cache"))
-    start = _group_start(run, p, chosen)
+    start = group_start(run, p, group_scalars(p, chosen.ctas), _workspace(p, chosen))
 
     def launch(o: Operands) -> None:
         if p.keys == 0:
@@ -152,7 +152,7 @@ def of_pages(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
         return lambda operands: None
     chosen = plan.of_pages(problem, driver.sm_count(p.device))
     run = compile.launcher(target, p.device, trace_paged, **plan.pages_signature(problem, chosen))
-    start = _group_start(run, p, chosen)
+    start = group_start(run, p, group_scalars(p, chosen.ctas), _workspace(p, chosen))
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
     def launch(o: PagedOperands) -> None:
@@ -166,11 +166,15 @@ def of_pages(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
 # What kernels are given whose tiles a KV head's query heads share.
 
 
-def _group_start(run: Callable[..., None], problem: Problem, chosen: plan.Plan) -> Callable[..., None]:
-    """What runs a kernel on operands, and on its inputs as a function orders them."""
+def group_start(
+    run: Callable[..., None], problem: Problem, scalars: tuple[Any, ...],
+    workspace: Callable[[], tuple[Any, ...]] = tuple,
+) -> Callable[..., None]:  # fmt: skip
+    """What runs a kernel on operands, and on its inputs as a function orders them; ``workspace`` gives what it is given
+    behind its scalars."""
     p = problem
     read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
-    scales_of, scalars, workspace = _scale_reader(p), _scalars(p, chosen.ctas), _workspace(p, chosen)
+    scales_of = _scale_reader(p)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
     def start(o: Operands | PagedOperands, order: Callable[..., tuple[Any, ...]]) -> None:
@@ -190,11 +194,11 @@ def _scale_reader(problem: Problem) -> Callable[[Scales], Scales | None]:
     return lambda scales: tuple(ones if scale is None else scale for scale in scales)
 
 
-def _scalars(problem: Problem, ctas: int) -> tuple[Any, ...]:
-    """Their GroupScalars."""
+def group_scalars(problem: Problem, last: int) -> tuple[Any, ...]:
+    """Their GroupScalars, whose last entry is ``last``."""
     window, sinks = problem.scores.bounds if problem.scores.window >= 0 else (MOST, 0)
     flags = (int(on) for on in (problem.causal, problem.sink, problem.kv_start))
-    return (*family.scalars(problem.scores, 0, 0)[:2], window, sinks, *flags, ctas)
+    return (*family.scalars(problem.scores, 0, 0)[:2], window, sinks, *flags, last)
 
 
 def _workspace(problem: Problem, chosen: plan.Plan) -> Callable[[], tuple[Any, ...]]:
