@@ -3,3 +3,4 @@
 from torch_attnkit.core.family import Launcher
 
 NVIDIA = Launcher(f"{__name__}.launch")
+NVIDIA_FEW = Launcher(f"{__name__}.few", "launcher")
