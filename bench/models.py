@@ -42,7 +42,7 @@ from bench.__main__ import console, facts
 from torch_attnkit.core import UnsupportedError, config
 from torch_attnkit.core.target import target_of
 from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
-from torch_attnkit.kernels.batched_gemm.few import MOST_FEW
+from torch_attnkit.kernels.batched_gemm import MOST_FEW
 from torch_attnkit.warmup import asked_by, fill
 
 VOCABULARY = 8192  # the first of 201,088 and 129,280

@@ -6,21 +6,25 @@ tokens, dtypes and devices, and whoever asks for gradients, get ``F.linear``.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.nn import functional as F
 
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import target_of
-from torch_attnkit.kernels.batched_gemm.few import MOST_FEW
+from torch_attnkit.kernels.batched_gemm import MOST_FEW
 
 ops = torch.ops.attnkit
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``F.linear`` of x (..., K), weight (N, K) and bias (N): (..., N). Weight and bias are plain tensors."""
+    if weight.dtype.itemsize != 2 or x.dtype != weight.dtype:  # first: on a CPU it is what most models answer
+        return F.linear(x, weight, bias)
     tokens = x.shape[:-1].numel()
-    if tokens > MOST_FEW or weight.shape[1] % 32 or x.dtype != weight.dtype:
+    if tokens > MOST_FEW or weight.shape[1] % 32:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, weight, bias)]):
         return F.linear(x, weight, bias)
@@ -39,5 +43,9 @@ def target_arch(device: torch.device) -> str:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_row(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``op`` has a kernel for calls in ``dtype`` on ``device``."""
-    arch = target_of(device).arch
+    return _row(op, target_of(device).arch, dtype)
+
+
+@functools.cache
+def _row(op: str, arch: str, dtype: torch.dtype) -> bool:
     return any(arch in row.archs and short(dtype) in row.dtypes.split() for row in OPS[op].kernels)

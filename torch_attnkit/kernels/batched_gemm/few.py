@@ -12,8 +12,6 @@ from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
-MOST_FEW = 16  # tokens of a product whose K is cut inside of a CTA
-
 
 @dataclass(frozen=True)
 class FewProblem:

@@ -8,7 +8,7 @@ Source: torch.nn.functional.linear.
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.core.op import Shards
 from torch_attnkit.kernels import batched_gemm
-from torch_attnkit.kernels.batched_gemm.few import MOST_FEW
+from torch_attnkit.kernels.batched_gemm import MOST_FEW
 from torch_attnkit.oracle import meanings
 
 OP = Op(
