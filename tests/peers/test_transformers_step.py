@@ -145,6 +145,7 @@ def test_products_of_few_tokens_are_the_ops_where_it_has_a_row():
         "float32": (x.float(), weight.float()),
         "17 tokens": (torch.randn(17, 64, generator=gen).bfloat16(), weight),
         "a K of 40": (x[..., :40], weight[:, :40]),
+        "columns": (x, torch.randn(64, 48, generator=gen).bfloat16().T),
         "gradients": (x, weight.clone().requires_grad_()),
     }
     for name, (a, b) in calls.items():

@@ -24,13 +24,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if weight.dtype.itemsize != 2 or x.dtype != weight.dtype:  # first: on a CPU it is what most models answer
         return F.linear(x, weight, bias)
     tokens = x.shape[:-1].numel()
-    if tokens > MOST_FEW or weight.shape[1] % 32:
+    if tokens > MOST_FEW or weight.shape[1] % 32 or not weight.is_contiguous():
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, weight, bias)]):
         return F.linear(x, weight, bias)
     if not has_row("linear_decode", weight.device, weight.dtype):
         return F.linear(x, weight, bias)
-    return ops.linear_decode(x.reshape(tokens, -1), weight, bias).view(*x.shape[:-1], -1)
+    return ops.linear_decode(x.reshape(tokens, -1).contiguous(), weight, bias).view(*x.shape[:-1], -1)
 
 
 # In a trace constants: which target it is says a context variable, which none can ask for.

@@ -70,6 +70,6 @@ def launcher(problem: FewProblem, target: Target) -> Callable[[FewOperands], Non
 
 def trace_few(arch: str, **signature: Any) -> compile.Traced:
     """Few tokens, K cut inside of a CTA."""
-    from . import kernel_few
+    from . import few_kernel
 
-    return kernel_few.trace(arch, **signature)
+    return few_kernel.trace(arch, **signature)
