@@ -59,7 +59,7 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     facts |= dict(N=d.size(max(1, min(200, d.limits.terms // (facts["Tq"] * facts["K"])))))
     if d.sometimes(0.02):
         facts |= dict(Tq=0)
-    return facts | {"seed": d.call.randrange(1 << 30), "x.at": d.layout(2), "weight.at": d.layout(2)}
+    return facts | {"seed": d.call.randrange(1 << 30), "x.at": d.layout(2, (), 8), "weight.at": d.layout(2, (), 8)}
 
 
 def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
