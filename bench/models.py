@@ -10,8 +10,8 @@ most ``_AS_GOOD`` times that of the other. A row for which rounding made a route
 of such rows ours may have no more than chance allows.
 
 Then both are timed as CUDA graphs that take turns. What no graph can hold is put outside of it for both: masks are
-made before, as generate() does; a call sets the cache's length back; and the layer of a sliding window is one without
-a copy from the host. A model's other modules are transformers' own.
+made before, as generate() does; a call sets the cache's length back; and of transformers' own way the layer of a
+sliding window is one without a copy from the host. A model's other modules are transformers' own.
 
 With ``--compile`` decode steps of GPT-OSS alone, under torch.compile beside the modules as they are (``bench.whole``).
 """
@@ -42,6 +42,7 @@ from bench.__main__ import console, facts
 from torch_attnkit.core import UnsupportedError, config
 from torch_attnkit.core.target import target_of
 from torch_attnkit.integrations.transformers import attnkit_model, round_experts_to_fp4
+from torch_attnkit.kernels.batched_gemm import MOST_FEW
 from torch_attnkit.warmup import asked_by, fill
 
 VOCABULARY = 8192  # the first of 201,088 and 129,280
@@ -127,7 +128,8 @@ def exact_of(theirs: Any) -> Any:
 
 
 class _Window(StaticSlidingWindowLayer):
-    """The library's layer copies an index from the host in each step, which no CUDA graph can hold."""
+    """The library's layer copies an index from the host in each step, which no CUDA graph can hold. A model that
+    attnkit_model was given writes to the layer as it is."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if key_states.shape[2] > 1 or self.cumulative_length_int < self.max_cache_len:
@@ -140,6 +142,8 @@ class _Window(StaticSlidingWindowLayer):
 
 def _cache(model: Any, length: int) -> StaticCache:
     cache = StaticCache(model.config, max_cache_len=length)
+    if model.config._attn_implementation == "attnkit":
+        return cache
     for layer in cache.layers:
         if type(layer) is StaticSlidingWindowLayer:
             layer.__class__ = _Window
@@ -147,9 +151,10 @@ def _cache(model: Any, length: int) -> StaticCache:
 
 
 def _set_length(cache: StaticCache, length: int) -> None:
+    lengths = [layer.cumulative_length for layer in cache.layers]
+    torch._foreach_copy_(lengths, [torch.full_like(lengths[0], length)] * len(lengths))  # one launch, and one of full
     for layer in cache.layers:
-        layer.cumulative_length.fill_(length)
-        if isinstance(layer, _Window):
+        if isinstance(layer, StaticSlidingWindowLayer):
             layer.cumulative_length_int = length
 
 
@@ -335,12 +340,23 @@ def kernels(layers: int, cases: Cases, arch: str) -> list[Any]:
         model = attnkit_model(built(GptOssForCausalLM, gpt_oss_config(min(layers, 2)), "cpu"), experts="mxfp4")
         for case in cases.gpt_oss:
             case.make(model)()
+            _ask_products(model, case.rows)
         if cases.deepseek_v4:
             model = attnkit_model(built(DeepseekV4ForCausalLM, deepseek_v4_config(), "cpu"), experts="mxfp4")
             for layer in model.model.layers:
                 for case in cases.deepseek_v4:
                     case.make(layer.mlp)()
     return list(asked.kernels)
+
+
+def _ask_products(model: Any, tokens: int) -> None:
+    """The products of so many tokens, if they are few: on tensors without data the model takes the library's."""
+    layer = model.model.layers[0]
+    attention, router = layer.self_attn, layer.mlp.router
+    joined = attention.attnkit_weight, attention.attnkit_bias
+    for weight, bias in (joined, *((m.weight, m.bias) for m in (attention.o_proj, router))):
+        if tokens <= MOST_FEW:
+            torch.ops.attnkit.linear_decode(weight.new_empty(tokens, weight.shape[1]), weight, bias)
 
 
 def _own_way(model: Any) -> str:

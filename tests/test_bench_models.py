@@ -50,7 +50,9 @@ def test_a_prefill_and_a_step_are_the_models_own():
         got, want = ours(), step()
     near = 16 * torch.finfo(torch.float32).eps * want.abs().max().item()  # sums in another order: seen 6.2 eps
     torch.testing.assert_close(got, want, rtol=0, atol=near)
-    assert {op: n for (op, _), n in recorded.calls.items()} == {"sdpa_decode": 4, "route_softmax": 4, "fp4_moe": 4}
+    assert {op: n for (op, _), n in recorded.calls.items()} == {
+        "rope_kv_cache_append": 4, "sdpa_decode": 4, "route_softmax": 4, "fp4_moe": 4
+    }  # fmt: skip
 
 
 @torch.no_grad()
@@ -148,7 +150,7 @@ def test_the_kernels_of_the_models_are_found_without_their_weights():
     cases = models.Cases([models.decode(1, 4096), models.prefill(4096)], [models.moe(1), models.moe(4096)])
     found = models.kernels(4, cases, "sm90")
     assert len(found) == len(set(found))
-    assert {r.family for r in found} == {"fp4", "decode", "prefill", "routing", "grouped_gemm"}
+    assert {r.family for r in found} == {"fp4", "decode", "prefill", "routing", "grouped_gemm", "cache", "batched_gemm"}
     assert {r.trace for r in found if r.family == "grouped_gemm"} == {"trace", "trace_wgmma"}
     windows = {dict(r.signature)["window"] for r in found if r.family == "prefill"}
     assert windows == {True, False}

@@ -175,6 +175,13 @@ def _write_pages(a: Args) -> Masks:
     return dict(key=a["slot"] < 0, value=a["slot"] < 0)
 
 
+def _append(a: Args) -> Masks:
+    if a["slot"] is None:
+        return {}
+    skipped = (a["slot"] < 0).expand(len(a["key"]))
+    return dict(key=skipped, value=skipped)
+
+
 def _moe(a: Args) -> Masks:
     chosen = torch.zeros(a["w13"].shape[0] + 1, dtype=torch.bool)
     chosen[a["indices"].long().flatten()] = True
@@ -227,6 +234,7 @@ MASKED: dict[str, Callable[[Args], Masks]] = {
     "kv_cache_write": _write,
     "rope_kv_cache_write": _write,
     "paged_kv_cache_write": _write_pages,
+    "rope_kv_cache_append": _append,
     "fp4_moe": _moe,
     "grouped_output_projection": _padding,
     "nvfp4_dequantize": lambda a: _padding(a | dict(format="nvfp4")),
@@ -236,7 +244,7 @@ MASKED: dict[str, Callable[[Args], Masks]] = {
 }
 ALL = {
     "gated_rmsnorm", "gated_rmsnorm_backward", "inverse_rope_fp4", "mxfp4_quantize", "nvfp4_quantize", "route_softmax",
-    "route_sqrt_softplus",
+    "route_sqrt_softplus", "linear_decode",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 import torch_attnkit
 from tests.peers.tiny_models import build, frozen, tokens, with_our_routers
@@ -43,9 +44,12 @@ class Model:
     step: dict[str, int]
     padding: int = 0  # tokens to the left of the last row's prompt
     options: dict[str, Any] = field(default_factory=dict)  # of generate
+    nvidia: dict[str, int] = field(default_factory=dict)  # for a decoded token, where rows are NVIDIA's alone
 
-    def calls(self) -> Counter[str]:
-        steps = {op: n * (NEW - 1) for op, n in self.step.items()}
+    def calls(self, arch: str) -> Counter[str]:
+        """On ``arch``."""
+        step = self.step if arch == "metal" else self.step | self.nvidia
+        steps = {op: n * (NEW - 1) for op, n in step.items()}
         return Counter(self.packing) + Counter(self.prefill) + Counter(steps)
 
 
@@ -60,11 +64,12 @@ _V4 = {
 MODELS = {
     "gpt_oss": Model(
         "gpt_oss", dict(head_dim=32, swiglu_limit=1.0), "mxfp4", 25, {"mxfp4_quantize": 2 * 4 * 2},
-        _GPT_OSS | {"flash_attention": 2}, _GPT_OSS | {"sdpa_decode": 2},
+        _GPT_OSS | {"flash_attention": 2}, _GPT_OSS | {"sdpa_decode": 2}, nvidia={"linear_decode": 6},
     ),
     "qwen3_5_moe": Model(
         "qwen3_5_moe", dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), "nvfp4", 18,
         {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1}, _QWEN | {"sdpa_decode": 1},
+        nvidia={"linear_decode": 4},
     ),
     "deepseek_v3": Model(
         "deepseek_v3", {}, "mxfp4", 13, {"mxfp4_quantize": 2 * 4}, {"flash_attention": 2, "fp4_moe": 1},
@@ -72,13 +77,14 @@ MODELS = {
     ),
     "deepseek_v4": Model(
         "deepseek_v4", dict(head_dim=128, index_head_dim=64, swiglu_limit=1.0), "mxfp4", 32,
-        {"mxfp4_quantize": 2 * 4 * 4}, _V4, _V4,
+        {"mxfp4_quantize": 2 * 4 * 4}, _V4, _V4, nvidia={"linear_decode": 4},
     ),
 }  # fmt: skip
 # As it is served: rows of different lengths, in a cache of which the device alone knows how full it is.
 MODELS["gpt_oss_served"] = replace(
-    MODELS["gpt_oss"], padding=7, options=dict(cache_implementation="static", disable_compile=True)
-)
+    MODELS["gpt_oss"], padding=7, options=dict(cache_implementation="static", disable_compile=True),
+    nvidia={"linear_decode": 6, "rope_kv_cache_append": 2},
+)  # fmt: skip
 
 
 def generate(model: Any, wanted: Model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +125,7 @@ def in_simulator(wanted: Model, arch: str) -> tuple[torch.Tensor, torch.Tensor]:
         ran = stack.enter_context(torch_attnkit.record())  # inside: a checked Metal run hides ops from what is outside
         got = generate(ours(wanted), wanted)
     all_on(target, ran.calls)
-    assert Counter({op: n for (op, _), n in ran.calls.items()}) == wanted.calls()
+    assert Counter({op: n for (op, _), n in ran.calls.items()}) == wanted.calls(arch)
     for output in outputs:
         output.check(f"{wanted.family} on {target}")
     return got
@@ -192,3 +198,23 @@ def test_a_decode_step_of_gpt_oss_is_five_launches_a_layer_on_metal():
             model(out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
     layer = ["decode_rows", "route_rows", "experts_few_up", "experts_few_down", "experts_combine"]
     assert [launch.kernel for launch in launches] == layer * model.config.num_hidden_layers
+
+
+@pytest.mark.proof
+def test_a_decode_step_of_gpt_oss_over_a_static_cache_is_eight_launches_a_layer_on_hopper():
+    """Products to and from heads and of the router, rotations and rows of the cache, attention, the router's choice,
+    and two of the experts, whose slots are few. Others are the model's norms and sums."""
+    needs("sm90")
+    from torch_attnkit.sim import ptx
+
+    wanted = MODELS["gpt_oss"]
+    model, ids = ours(wanted), tokens(ROWS, LENGTH, wanted.prompt)
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 1)
+    with torch_attnkit.simulate("sm90"):
+        out = model(ids, past_key_values=cache)
+        with ptx.counting() as launches:
+            model(out.logits[:, -1:].argmax(-1), past_key_values=cache)
+    layer = ["batched_gemm", "cacheappend", "decode", "batched_gemm", "batched_gemm", "routing", "grouped_gemm"]
+    layer = [*layer, "grouped_gemm"] * model.config.num_hidden_layers
+    assert len(launches) == len(layer)
+    assert all(f"kernels{part}" in launch.kernel for part, launch in zip(layer, launches, strict=True))

@@ -15,6 +15,8 @@ run, with the same result. What gives parameters other memory ends it, and where
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.guards import install_guard
 
 from .plain import is_plain, is_plain_tensor
+from .products import linear
+from .step import STEPS, Attended
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # An argument of a forward that projects keys and values of something else.
@@ -34,16 +38,22 @@ _HELD = ("attnkit_weight", "attnkit_bias")
 class Joined:
     """The base of attention classes whose three products are one; ``attnkit_original`` is the class that was replaced.
 
+    ``attnkit_step`` is a forward for one token a sequence that says None where it cannot be (``step``).
+
     ``attnkit_weight`` (q + k + v, K) and ``attnkit_bias`` (q + k + v) share memory with the modules' parameters, and
     are no parameters themselves. Without the former nothing is joined.
     """
 
     attnkit_original: type[nn.Module]
+    attnkit_step: Callable[..., Attended | None] | None = None
     attnkit_weight: torch.Tensor | None = None
     attnkit_bias: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.attnkit_weight is not None and _runs(self):
+            step = self.attnkit_step
+            if step is not None and (attended := step(self, *args, **kwargs)) is not None:
+                return attended
             return self.attnkit_original.forward(StandIn(self), *args, **kwargs)
         return self.attnkit_original.forward(self, *args, **kwargs)
 
@@ -76,7 +86,10 @@ class StandIn:
         """Called for what this class has not."""
         if name in PROJECTIONS:
             return _Projection(self, name)
-        return getattr(self.module, name)
+        found = getattr(self.module, name)
+        if name == "o_proj" and is_plain(found, nn.Linear):
+            return partial(linear, weight=found.weight, bias=found.bias)
+        return found
 
 
 def stood_for(module: Any) -> nn.Module:
@@ -96,7 +109,7 @@ class _Projection:
         module = stand_in.module
         if stand_in.given is None:
             rows = [getattr(module, name).weight.shape[0] for name in PROJECTIONS]
-            joined = nn.functional.linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
+            joined = linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
             stand_in.given, stand_in.parts = x, dict(zip(PROJECTIONS, joined.split(rows, -1), strict=True))
         if x is not stand_in.given:
             result: torch.Tensor = getattr(module, self.name)(x)
@@ -132,7 +145,9 @@ def _projects(kind: type) -> bool:
 def joined_class(original: type) -> Any:
     """The subclass of ``original`` that multiplies once."""
     if original not in _CLASSES:
-        _CLASSES[original] = type(f"Attnkit{original.__name__}", (Joined, original), {"attnkit_original": original})
+        step = STEPS.get(original)
+        own = {"attnkit_original": original, "attnkit_step": step and staticmethod(step)}
+        _CLASSES[original] = type(f"Attnkit{original.__name__}", (Joined, original), own)
     return _CLASSES[original]
 
 
