@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies, fake
+from torch_attnkit.cuda import copies, fake, pdl
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 
@@ -50,7 +50,7 @@ class FewGemm:
     ):
         tiles = (Int32(mWeight.shape[0]) + (FEW_ROWS - 1)) // FEW_ROWS
         self.kernel(mX, mWeight, mBias, mOut).launch(
-            grid=(tiles, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(tiles, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=pdl.use()
         )
 
     @cute.kernel
@@ -59,8 +59,8 @@ class FewGemm:
         first = cute.arch.block_idx()[0] * FEW_ROWS
         sSum = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout((4, 32, c.groups, c.warps)), 16)
         self.prefetch(mWeight, first)
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        pdl.launch_dependents()
+        pdl.wait()
         rSum = self.multiply(mX, mWeight, first)
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         for n in cutlass.range_constexpr(c.groups):

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, fake
+from torch_attnkit.cuda import copies, fake, pdl
 from torch_attnkit.cuda.rope import rotated_back
 
 _IN_FLIGHT = 4  # vectors of a thread that move at once
@@ -45,7 +45,7 @@ class _Appender:
         blocks = (Int32(mOut.shape[1]) * self.tasks + (self.threads - 1)) // self.threads
         self.kernel(heads, caches, angles, mSlot, sinks, mOut, steps).launch(
             grid=(2 * Int32(caches[0].shape[1]) + blocks, mOut.shape[0], 1), block=(self.threads, 1, 1), stream=stream,
-            use_pdl=True,
+            use_pdl=pdl.use(),
         )  # fmt: skip
 
     @cute.kernel
@@ -60,8 +60,8 @@ class _Appender:
         steps: tuple,
     ):
         (mQ, mK, mV), (mKcache, mVcache) = heads, caches
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        pdl.launch_dependents()
+        pdl.wait()
         block, sequence, _ = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         sides = 2 * Int32(mK.shape[1])
