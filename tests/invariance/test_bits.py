@@ -68,8 +68,18 @@ def _ran(name: str) -> list[tuple[list[int], Results]]:
     return [(chosen, _subjects()[name].call(chosen, seed)) for chosen, seed in BATCHES]
 
 
+@pytest.fixture
+def two_threads():
+    """Of a CPU: how rows are shared among threads follows from how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.seconds(600)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("target", "name"), _cases())
 def test_a_sequence_has_the_same_bits_in_any_batch(target, name):
     needs(target)
