@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_attnkit import arguments, backends, flops, sharding
-from torch_attnkit.core import Target, UnsupportedError, dispatch, simulate
+from torch_attnkit.core import Target, UnsupportedError, batch_invariant, dispatch, set_batch_invariant, simulate
 from torch_attnkit.core.support import explain, support
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ for _op in dispatch.OPS.values():  # help(torch.ops.attnkit.sdpa_decode)
 flops.register_when_imported()
 sharding.register_when_imported()
 
-__all__ = ["Target", "UnsupportedError", "describe", "explain", "record", "simulate", "support"]
+__all__ = [
+    "Target", "UnsupportedError", "batch_invariant", "describe", "explain", "record", "set_batch_invariant", "simulate",
+    "support",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

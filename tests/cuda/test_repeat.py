@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_attnkit import parity
+from torch_attnkit import batch_invariant, parity
 from torch_attnkit.core import Kernel, Op, dispatch, into, native, simulate
 from torch_attnkit.cuda import driver, repeat
 
@@ -441,6 +441,18 @@ def test_a_simulated_arch_belongs_to_the_signature(merging):
     with simulate("sm100"):
         merge(*args)
     assert repeated("merge_partials") == before + 1
+
+
+@pytest.mark.simulator
+def test_batch_invariance_belongs_to_the_signature(merging):
+    merge, args, want = merging
+    with batch_invariant():
+        before = repeated("merge_partials")
+        for _ in range(2):
+            merge(*args)
+        assert repeated("merge_partials") == before, "of other calls"
+        assert same(merge(*args), want) and repeated("merge_partials") == before + 1
+    assert same(merge(*args), want) and repeated("merge_partials") == before + 2
 
 
 @pytest.mark.simulator

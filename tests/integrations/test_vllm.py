@@ -20,8 +20,9 @@ import pytest
 import torch
 
 import torch_attnkit
+from tests.targets import needs
 from torch_attnkit import UnsupportedError
-from torch_attnkit.core import Target
+from torch_attnkit.core import Target, invariance
 from torch_attnkit.integrations import vllm as plugin
 from torch_attnkit.integrations.vllm import choice, cpu, interfaces, steps
 from torch_attnkit.oracle.compare import check
@@ -127,6 +128,33 @@ def test_a_step_equals_each_request_alone(past, new, more):
     torch.testing.assert_close(out, expected)
     again = attended(layer, batch.step, batch.q, batch.cache, sink, decodes=False)
     torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.simulator
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("more", [{}, {"window": 24}])
+def test_a_request_has_the_same_bits_in_every_step(more):
+    """The 64th token of a request: alone, among single tokens, among prompts, and in its own prompt, whole and cut."""
+    needs("sm90")
+    with torch_attnkit.simulate("sm90"), torch_attnkit.batch_invariant():
+        batch = Batch([63, 130, 16, 63, 0, 9], [1, 1, 1, 1, 1, 1], dim=64, dtype=torch.bfloat16)
+        layer = layer_of(batch, **more)
+        decodes = steps.decodes(layer, Target("sm90"))
+        assert not decodes
+        single = attended(layer, batch.step, batch.q, batch.cache, decodes=decodes)[0]
+        table = batch.table[:1]
+        rest = torch.randn(63, 4, 64).bfloat16()  # queries of the tokens before
+
+        def step(new: list[int], tables: torch.Tensor, lengths: list[int]) -> steps.Step:
+            offsets = torch.tensor([0, *new]).cumsum(0)
+            return steps.Step.of(sum(new), offsets, tables, torch.tensor(lengths), max(new), max(lengths))
+
+        alone = attended(layer, step([1], table, [64]), batch.q[:1], batch.cache, decodes=decodes)[0]
+        prompt = attended(layer, step([64], table, [64]), torch.cat([rest, batch.q[:1]]), batch.cache)[-1]
+        chunk = torch.cat([batch.q[1:2], rest[-6:], batch.q[:1]])
+        mixed = attended(layer, step([1, 7], batch.table[[1, 0]], [131, 64]), chunk, batch.cache)[-1]
+        for other in (alone, prompt, mixed):
+            assert torch.equal(single.view(torch.int16), other.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -318,6 +346,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "vllm": dict(__version__="0.32.0+cpu"),
         "vllm.v1.attention.backend": backend,
         "vllm.v1.kv_cache_layout": dict(KVCacheLayout=object),
+        "vllm.envs": dict(VLLM_BATCH_INVARIANT=False),
         "vllm.platforms": dict(current_platform=CpuPlatform()),
         "vllm.platforms.cpu": dict(CpuPlatform=CpuPlatform),
         "vllm.v1.attention.backends.registry": registry,
@@ -354,6 +383,16 @@ def test_registering_makes_custom_ours_and_again_changes_nothing(vllm):
     with pytest.raises(ValueError, match="CUSTOM is not valid .*no such head size"):
         vllm.cpu.get_attn_backend_cls(vllm.choice.CUSTOM, config)
     assert "CPU_ATTN" in vllm.cpu.get_attn_backend_cls(vllm.choice.CPU_ATTN, config)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_registering_takes_batch_invariance_from_vllm(vllm, asked):
+    sys.modules["vllm.envs"].VLLM_BATCH_INVARIANT = asked
+    try:
+        plugin.register()
+        assert invariance.is_on() == asked
+    finally:
+        torch_attnkit.set_batch_invariant(False)
 
 
 @pytest.mark.parametrize("model, name", [(None, "AttnkitBackend"), (False, "AttnkitBackend"), (True, "LatentBackend")])

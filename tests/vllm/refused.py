@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ REFUSED = {
     "attention type encoder_only not supported": dict(attn_type="encoder_only"),
     "non-causal attention not supported": dict(use_non_causal=True),
     "DCP not supported": dict(use_dcp=True),
+    "VLLM_BATCH_INVARIANT is 1, but on a CPU": dict(use_batch_invariant=True),
 }
 # The same of layers with latent attention.
 REFUSED_OF_MLA = {
@@ -39,6 +41,7 @@ REFUSED_OF_MLA = {
     "sliding window not supported": dict(has_sliding_window=True),
     "non-causal attention not supported": dict(use_non_causal=True),
     "PCP not supported": dict(use_pcp=True),
+    "accepted: 0, or --attention-backend FLASH_ATTN_MLA": dict(use_batch_invariant=True),
     "device-cpu query lens mismatch not supported": dict(use_adaptive_verification=True),
 }
 FORWARD = {
@@ -74,6 +77,7 @@ def main() -> None:
             found = reasons(config._replace(**change), cls)
             assert len(found) == 1 and word in found[0], (word, found)
     on_hopper()
+    batch_invariant()
     drafts()
     for word, change in FORWARD.items():
         raises(word, lambda change=change: backend.AttnkitImpl(8, 128, 0.1, 8, **change))
@@ -100,6 +104,14 @@ def on_hopper() -> None:
     for word, change in FORWARD_OF_MLA.items():
         raises(word, lambda change=change: in_bf16(lambda: mla.LatentImpl(**LATENTS | change)))
     mla.target = own
+
+
+def batch_invariant() -> None:
+    """On a GPU ordinary attention takes it, before a layer is made and when vLLM asks once more; latent never."""
+    own, backend.current_platform = backend.current_platform, SimpleNamespace(is_cpu=lambda: False, device_type="cpu")
+    assert not reasons(LLAMA._replace(use_batch_invariant=True)) and backend.AttnkitBackend.supports_batch_invariance()
+    backend.current_platform = own
+    assert not backend.AttnkitBackend.supports_batch_invariance() and not mla.LatentBackend.supports_batch_invariance()
 
 
 def drafts() -> None:

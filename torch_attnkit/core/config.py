@@ -1,4 +1,4 @@
-"""The two environment variables of the package. Nothing else reads the environment."""
+"""The three environment variables of the package. Nothing else reads the environment."""
 
 from __future__ import annotations
 
@@ -32,3 +32,11 @@ def _target(wanted: str, known: tuple[str, ...]) -> str | None:
         names = (f"{k}:{a}" for k, archs in accepted.items() for a in archs)
         raise ValueError(f"ATTNKIT_TARGET: got {value!r}, accepted: {', '.join(names)}")
     return arch if value and kind == wanted else None
+
+
+def batch_invariant() -> bool:
+    """``ATTNKIT_BATCH_INVARIANT``, 0 or 1: whether plans look at nothing but a sequence from the start."""
+    value = os.environ.get("ATTNKIT_BATCH_INVARIANT", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"ATTNKIT_BATCH_INVARIANT: got {value!r}, accepted: 0, 1")
+    return value == "1"

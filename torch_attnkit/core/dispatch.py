@@ -1,6 +1,6 @@
 """From ``torch.ops.attnkit.<op>(...)`` to a running kernel: registration, the plan cache, and the choice of a row.
 
-A call is planned once per signature (shapes, strides, dtypes, device, scalars, simulated arch). The function that torch
+A call is planned once per signature (shapes, strides, dtypes, device, scalars) and ``setting``. The function that torch
 calls only looks the plan up; it is generated from the schema, since a loop over arguments costs more than all the rest.
 """
 
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from . import into, native
+from . import apart, into, invariance, native
 from .errors import UnsupportedError
 from .memory import empty, on_cpu
 from .numerics import exact
 from .op import NAMESPACE, Call, Kernel, Op, Reason, steps
 from .spec import DTYPES, short
-from .target import SIMULATED, Target, simulated_arch, target_of
+from .target import SIMULATED, Target, setting, target_of
 
 OPS: dict[str, Op] = {}
 FORMS: dict[str, Op] = {}  # of OPS, those that write into given tensors (``into.py``), by names of their own
@@ -61,6 +61,9 @@ class Plan(NamedTuple):
 
 def resolve(op: Op, call: Call, target: Target) -> Kernel | None:
     """The first row that accepts ``call``; None on a plain CPU tensor without a row: the reference runs."""
+    why = next((word for on, word in op.varies.items() if target.arch in WHERE[on]), None)
+    if why and invariance.is_on():
+        raise UnsupportedError(f"{op.name} on {target}: {why}; outside of batch_invariant() it runs")
     rows = [row for row in op.kernels if target.arch in row.archs]
     found = next((row for row in rows if row.refusal(call) is None), None)
     if found is not None or target.arch == "cpu":
@@ -187,6 +190,8 @@ def make_plan(op: Op, args: tuple[Any, ...]) -> Plan:
     if op.base is not None:
         return _plan_into(op, op.base, call)
     target = target_of(call.device)
+    if apart.counts(op, call, target):
+        return Plan(apart.one_at_a_time(op, call, lambda part: make_plan(op, part).launch), "cpu, one at a time")
     row = resolve(op, call, target)
     # Strides and dtypes are part of the signature, so that calls without such tensors do not look for them.
     small = made(op, call, whole=row is not None)
@@ -215,8 +220,9 @@ def _plan_into(op: Op, base: Op, call: Call) -> Plan:
     target, count = target_of(call.device), len(op.mutated)
     row = resolve(base, call, target)
     small = made(base, call, whole=row is not None)
-    if row is None:
-        reference = _reference(base, call)
+    separate = apart.counts(base, call, target)
+    if row is None or separate:
+        reference = make_plan(base, tuple(vars(call.arg).values())).launch if separate else _reference(base, call)
 
         def launch(*args: Any) -> None:
             results = reference(*args[:-count])
@@ -262,8 +268,7 @@ def _source(op: Op) -> str:
     )
     # torch sends a call to the CPU's functions only if every tensor is there, so that no device needs to be asked for.
     keys = {
-        "cpu": f"(simulated_arch(), {', '.join(facts(n, False) for n in op.argnames)})",
-        "device": f"({', '.join(facts(n, True) for n in op.argnames)})",
+        name: f"(setting(), {', '.join(facts(n, name == 'device') for n in op.argnames)})" for name in ("cpu", "device")
     }
     # None for a tensor that must be there is the only way to an AttributeError.
     missing = f"    except AttributeError:\n        given(({args},))\n        raise\n"
@@ -313,7 +318,7 @@ def _compile(op: Op) -> Entries:
 
     below = functools.partial(_below_autograd, op)
     scope: dict[str, Any] = {f"d_{n}": v for n, v in op.defaults.items()} | dict(
-        plans=plans, miss=miss, plain=_PLAIN, simulated_arch=simulated_arch, bump=_bump_version, given=op.given,
+        plans=plans, miss=miss, plain=_PLAIN, setting=setting, bump=_bump_version, given=op.given,
         fwd=forward_ad, grad_enabled=torch.is_grad_enabled, below=below,
     )  # fmt: skip
     exec(compile(_source(op), f"<attnkit.{op.name}>", "exec"), scope)
@@ -360,7 +365,7 @@ def register_native(op: Op, space: str, device: str, entries: Entries, *, host: 
 
     native.extension.register(
         space, op.name, device, _keys(device), host, _MAX_PLANS, direct, lambda *args: _below_autograd(op, args),
-        missed, simulated_arch if device == "CPU" else None, lambda device: native.recorder().room(device),
+        missed, setting, lambda device: native.recorder().room(device),
     )  # fmt: skip
     plans.repeated.append((f"{space}::{op.name}", device))
 

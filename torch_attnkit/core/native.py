@@ -80,8 +80,8 @@ def ready(kernel: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return mark
 
 
-def simulating() -> None:
-    """Some of this process's calls on the CPU go to a simulator from now on: C++ asks each where it belongs."""
+def setting_matters() -> None:
+    """Something beside arguments decides on plans from now on (``target.setting``): C++ asks for it, call by call."""
     if extension is not None:
         extension.ask_for_setting()
 

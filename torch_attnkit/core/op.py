@@ -115,6 +115,10 @@ class Op:
     exclusive: tuple[tuple[str, ...], ...] = ()  # features of which a call has at most one
     shards: tuple[Shards, ...] = ()
     whole: str = ""  # why no axis can be cut, where ``shards`` is empty
+    apart: str = ""  # on a CPU: the axis along which a batch is taken one by one where it must not decide on bits
+    varies: dict[str, str] = field(
+        default_factory=dict
+    )  # what rows are on -> why bits depend on the batch (invariance)
     backward: str = ""  # the op of the gradients: takes those of the outputs before the arguments, gives the tensors'
     base: Op | None = None  # of a form that writes into given tensors (``into.py``): the op that returns them
     package: str = ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import config, native, runtimes
+from . import config, invariance, native, runtimes
 from .errors import UnsupportedError
 
 # What a row of the table says it runs on, a device or one of its architectures, and which these are.
@@ -45,7 +45,7 @@ _ON_GPU = config.arch_on_gpu(SIMULATED)  # by the environment
 _active: ContextVar[str | None] = ContextVar("attnkit_simulated_arch", default=config.simulated_arch(SIMULATED))
 simulated_arch = _active.get
 if simulated_arch() is not None:  # by the environment
-    native.simulating()
+    native.setting_matters()
 
 
 @contextlib.contextmanager
@@ -59,12 +59,18 @@ def simulate(arch: str) -> Iterator[Target]:
     if arch not in SIMULATED:
         raise ValueError(f"simulate: got {arch!r}, accepted: {', '.join(SIMULATED)}")
     runtimes.require_simulator(arch)
-    native.simulating()
+    native.setting_matters()
     token = _active.set(arch)
     try:
         yield Target(arch, simulated=True)
     finally:
         _active.reset(token)
+
+
+def setting() -> str | None:
+    """What decides on a plan beside a call's arguments: the simulated arch, and whether it may look at the batch."""
+    arch = _active.get()
+    return f"{arch or ''} batch_invariant" if invariance.is_on() else arch
 
 
 def target_of(device: torch.device) -> Target:

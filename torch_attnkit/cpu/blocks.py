@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_attnkit import cpu
+from torch_attnkit.core import invariance
 from torch_attnkit.core.op import Call
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as csrc/cpu counts them
@@ -50,8 +51,9 @@ class Blocks:
 
     def __call__(self, sequences: list[Sequence], sink: torch.Tensor | None) -> bool:
         """Whether it took the call; if not, outputs hold anything."""
-        took: bool = self.kernel(sequences, cpu.address(sink), torch.get_num_threads())
-        return took
+        # How rows are shared among threads follows from how many there are.
+        calls = [[one] for one in sequences] if invariance.is_on() else [sequences]
+        return all([self.kernel(some, cpu.address(sink), torch.get_num_threads()) for some in calls])
 
 
 def blocks(

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import logging
 
+from torch_attnkit.core import set_batch_invariant
+
 BACKEND = "torch_attnkit.integrations.vllm.choice.Backend"
 logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose handlers print it
 
@@ -23,13 +25,15 @@ logger = logging.getLogger("vllm.torch_attnkit")  # below vLLM's own, whose hand
 def register() -> None:
     """Make the backend known to vLLM as CUSTOM, and ``quantization.NAME``. vLLM calls it in each of its processes.
 
-    Calling it again changes nothing. Warns and does nothing where vLLM lacks what is needed, and where another plugin
-    has taken CUSTOM: whoever starts vLLM may not have asked for us.
+    With ``VLLM_BATCH_INVARIANT=1`` the ops of the process are ``batch_invariant``, too. Calling it again changes
+    nothing. Warns and does nothing where vLLM lacks what is needed, and where another plugin has taken CUSTOM: whoever
+    starts vLLM may not have asked for us.
     """
     if (word := unfit()) is not None:
         logger.warning("torch_attnkit: nothing is registered with vLLM: %s", word)
         return
     try:
+        from vllm import envs
         from vllm.platforms import current_platform
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -41,6 +45,8 @@ def register() -> None:
     if custom.is_overridden() and custom.get_path() != BACKEND:
         logger.warning("torch_attnkit: nothing is registered with vLLM: CUSTOM is already %s", custom.get_path())
         return
+    if envs.VLLM_BATCH_INVARIANT:
+        set_batch_invariant(True)
     register_backend(custom, BACKEND)
     quantization.register()
     if current_platform.is_cpu():

@@ -46,9 +46,20 @@ class AsksTheTable:
         return [MultipleOf(16)]
 
     @classmethod
+    def varies(cls) -> str | None:
+        """Why bits of a request depend on what else is in the batch, whatever plans look at; None where they do not."""
+        raise NotImplementedError
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return cls.varies() is None
+
+    @classmethod
     def validate_configuration(cls, **config: Any) -> list[str]:
         """Reasons against the configuration (the fields of vLLM's AttentionSelectorConfig and the device's compute
         capability): those that hold for every device, and what the table says of this one. No reason: it runs."""
+        if config.get("use_batch_invariant") and (word := cls.varies()):
+            return [f"attnkit for vLLM: VLLM_BATCH_INVARIANT is 1, but {word}"]
         reasons: list[str] = super().validate_configuration(**config)  # type: ignore[misc]
         if reasons:
             return reasons
@@ -88,6 +99,12 @@ class AttnkitBackend(AsksTheTable, AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def varies(cls) -> str | None:
+        if current_platform.is_cpu():
+            return "on a CPU bits depend on how a prompt is cut into chunks; accepted: 0, or an NVIDIA GPU"
+        return None
 
     @classmethod
     def refusal(cls, config: dict[str, Any]) -> str | None:
@@ -178,7 +195,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         where = target()
         if word := steps.refusal(steps.MIXED, self.layer, where):
             raise UnsupportedError(f"attnkit for vLLM: {word}")
-        self.decodes = steps.refusal(steps.SINGLE, self.layer, where) is None
+        self.decodes = steps.decodes(self.layer, where)
         self.sink: torch.Tensor | None = None
         self.made: steps.Scales | None = None
         if self.layer.fp8:

@@ -34,6 +34,7 @@ class Interfaces:
 
 ORDINARY = Interfaces(
     {
+        "vllm.envs": "VLLM_BATCH_INVARIANT",
         "vllm.platforms": "current_platform",
         "vllm.v1.attention.backends.registry": "AttentionBackendEnum register_backend",
         _BACKEND: "AttentionBackend AttentionCGSupport AttentionImpl AttentionMetadataBuilder AttentionType"

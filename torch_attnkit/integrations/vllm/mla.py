@@ -62,6 +62,13 @@ class LatentBackend(AsksTheTable, MLACommonBackend):
         return False  # rows are counted by lengths that the host knows
 
     @classmethod
+    def varies(cls) -> str | None:
+        return (
+            "vLLM packs the cached context of all prompts into chunks of one size, and decodes latents another way than"
+            " prompts; accepted: 0, or --attention-backend FLASH_ATTN_MLA, whose word on it is its own"
+        )
+
+    @classmethod
     def refusal(cls, config: dict[str, Any]) -> str | None:
         known = get_current_vllm_config_or_none()
         if known is not None and known.model_config is not None:

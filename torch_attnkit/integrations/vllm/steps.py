@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torch_attnkit.core import Target, UnsupportedError
+from torch_attnkit.core import Target, UnsupportedError, invariance
 from torch_attnkit.core.dispatch import OPS, resolve
 
 ops = torch.ops.attnkit
@@ -158,8 +158,8 @@ def attend(
 ) -> None:  # fmt: skip
     """Attention of the step's queries (Tq, Hq, D) over the cache, their own keys in it, into out (Tq, Hq, D). Causal.
 
-    ``sink`` is (Hq,) float32. ``decodes`` allows ``sdpa_decode_paged`` where every request has one token. A cache of
-    E4M3 has ``scales``.
+    ``sink`` is (Hq,) float32. ``decodes``, as the function says, allows ``sdpa_decode_paged`` where every request has
+    one token. A cache of E4M3 has ``scales``.
     """
     k, v = halves(kv_cache)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
@@ -179,6 +179,15 @@ def attend(
     )  # fmt: skip
     if into is not out:
         out.copy_(into)
+
+
+def decodes(layer: Layer, target: Target) -> bool:
+    """Whether ``sdpa_decode_paged`` has the steps in which every request has one token.
+
+    Not where the batch must not decide on bits: a token alone then goes the way of one in a block of queries. What is
+    in the batch decides how prompts are cut, whether a step is mixed, and which request is computed anew.
+    """
+    return not invariance.is_on() and refusal(SINGLE, layer, target) is None
 
 
 def refusal(op: str, layer: Layer, target: Target) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch_attnkit.core import invariance
 from torch_attnkit.cuda.smem import RESERVED, SHARED
 from torch_attnkit.cuda.workspace import SplitLayout
 
@@ -72,10 +73,12 @@ def mma(problem: Problem, keys_of_cache: int, sms: int) -> Plan:
     warps = next(w for w in (4, 3, 2, 1) if w * 3 * stage <= capacity)
     stages = min(capacity // (warps * stage), 6)
     per_sm = _PER_SM
-    whole = keys_of_cache <= SHORT
-    if whole:
+    whole = is_whole(keys_of_cache)
+    if keys_of_cache <= SHORT:
         stages = 2
         per_sm = replace(config, warps=warps, stages=stages).blocks_per_sm
+    elif whole:
+        pass  # nothing that decides on bits may follow from the batch: neither tiles nor warps
     elif problem.fp8_kv:
         keys, warps, stages, per_sm = _cut_fp8(config, _bytes(problem, keys_of_cache) // sms)
     elif _is_long(problem, keys_of_cache, sms):
@@ -95,7 +98,7 @@ def one_tile(problem: Problem) -> MmaConfig:
 
 def cut(problem: Problem, config: MmaConfig, keys_of_cache: int, blocks: int, sms: int) -> Plan:
     """A launch of ``mma.py``, cut as ``config`` says, on ``blocks`` CTAs."""
-    whole, group, groups = keys_of_cache <= SHORT, problem.group, problem.batch * problem.kv_heads
+    whole, group, groups = is_whole(keys_of_cache), problem.group, problem.batch * problem.kv_heads
     heads, dim_v, head_blocks = config.heads, config.dim_v, -(-group // config.heads)
     least = 1 if whole else 2 * config.warps
     work = groups * head_blocks
@@ -116,6 +119,11 @@ def cut(problem: Problem, config: MmaConfig, keys_of_cache: int, blocks: int, sm
         2 * blocks * SplitLayout(heads, dim_v).floats,
         blocks,
     )
+
+
+def is_whole(keys: int) -> bool:
+    """Whether one CTA attends all of a group's ``keys``: where they are few, or the batch must not decide on splits."""
+    return keys <= SHORT or invariance.is_on()
 
 
 def _cut_fp8(config: MmaConfig, nbytes: int) -> tuple[int, int, int, int]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_attnkit.core import memory
+from torch_attnkit.core import invariance, memory
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
@@ -58,6 +58,8 @@ def launcher(source: str, problem: Problem, target: Target) -> Callable[[Operand
 
 def few(p: Problem) -> bool:
     """Whether weights are read once for up to four tokens of an expert, not once for a tile of them."""
+    if invariance.is_on():
+        return False
     return p.slots <= _FEW_SLOTS and (p.tokens <= _FEWEST or p.tokens <= _FEW_TOKENS and p.slots <= 8 * p.experts)
 
 
@@ -183,7 +185,7 @@ def _few(source: str, p: Problem, target: Target) -> Solve:
 
 
 def tile_tokens(p: Problem) -> int:
-    return 32 if p.slots >= 32 * p.experts else 16
+    return 32 if p.slots >= 32 * p.experts and not invariance.is_on() else 16
 
 
 def _many(source: str, p: Problem, target: Target) -> Solve:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_attnkit.core import invariance
+
 # Vectors of partials that a thread holds. H200, 16 partials of 32 rows of 128: 2.2 us against 2.4 with 16 splits.
 _VECTORS_PER_THREAD = 16
 
@@ -47,6 +49,8 @@ def configure(parts: int, rows: int, Dv: int, width: int, sms: int) -> Config:
         return Config(width, lanes, vectors, parts, 1, parts, max(1, threads // lanes), evict_first)
     ahead = 1 << min(2, max(parts - 1, 0).bit_length())
     splits = 1
-    while splits * ahead < parts and splits < 32 and splits * lanes < 256 and rows * lanes * splits < sms * 512:
+    while splits * ahead < parts and splits < 32 and splits * lanes < 256:
+        if rows * lanes * splits >= sms * 512 and not invariance.is_on():
+            break
         splits *= 2
     return Config(width, lanes, vectors, 0, splits, ahead, max(1, threads // (lanes * splits)), evict_first)

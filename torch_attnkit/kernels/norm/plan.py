@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_attnkit.core import invariance
+
 # Threads of a row by its vectors, rounded up to a power of two. H200, bf16, the best of up to nine spreads each:
 # 262144 x 128 (16 vectors), 65536 x 2048 (256), 16384 x 4096 (512), 32768 x 8192 (1024).
 _LANES = {64: 32, 128: 64, 256: 128, 512: 512, 1024: 256}
@@ -51,7 +53,7 @@ def configure(n: int, rows: int, width: int, nbytes: int, sms: int, clusters: bo
         return Config(width, 1024, 0, 1024, 1, evict_first)
     # H200, bf16: 32 rows of 16384 in clusters of 8 blocks of 256, 3.3 us against 3.4 of 4; 4096 rows, 107 of 4 against
     # 120 of 8; 1024 rows of 65536, 120 of 8 blocks of 256 against 127 of 8 and 156 of 4 blocks of 512.
-    cluster = 8 if 4 * rows <= sms or cells > 4096 else 4
+    cluster = 8 if 4 * rows <= sms or cells > 4096 or invariance.is_on() else 4
     lanes = 256 if cells <= 1024 * cluster else 512
     vectors = -(-cells // (lanes * cluster))
     if vectors > 4:

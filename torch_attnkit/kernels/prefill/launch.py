@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torch_attnkit.core import invariance
 from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 
@@ -58,7 +59,9 @@ def static_scalars(problem: Problem, sharers: int) -> tuple[Any, ...]:
 
 
 def without_idle_window(problem: Problem) -> Problem:
-    """The same without a window that is as wide as a sequence can be long."""
+    """The same without a window as wide as a sequence can be long, where the batch may decide on kernels."""
+    if invariance.is_on():
+        return problem
     s = problem.scores
     longest = problem.keys if problem.causal and not problem.packed else max(problem.keys, problem.queries)
     return dataclasses.replace(problem, scores=dataclasses.replace(s, window=-1)) if s.window >= longest else problem

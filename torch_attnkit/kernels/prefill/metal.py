@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_attnkit.core import invariance
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
@@ -90,7 +91,9 @@ def _kernel(
     ]  # fmt: skip
 
     def variant(width: int) -> metal.Launch:
-        simds = max(1, min(_MOST_SIMDGROUPS, -(-rows // (8 * tiles))))
+        # Rows of a threadgroup go along the same tiles of keys, however long the other sequences are.
+        enough = _MOST_SIMDGROUPS if invariance.is_on() else -(-rows // (8 * tiles))
+        simds = max(1, min(_MOST_SIMDGROUPS, enough))
         while True:
             built = library.load(
                 source, target, TYPE=p.dtype, OUT_TYPE=p.out_dtype, CODES=codes, DIM=p.dim, DIM_V=p.dim_v, TILES=tiles,

@@ -68,6 +68,7 @@ OP = Op(
     | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.ATTENTION + shards.QUERIES,
+    apart="B",
     kernels=(
         Kernel("cpu", "f32 f16 bf16", {}, "gqa sink kv_len kv_start causal window sink_tokens"),
         *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16), _ALL, launcher=prefill.HOPPER),

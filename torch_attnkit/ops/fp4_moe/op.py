@@ -158,6 +158,7 @@ OP = Op(
             "M2 M Ms", needs=shards.LINEAR | {"interleaved rows of w13": lambda c: c.arg.interleaved}, sums="out bias2"
         ),
     ),
+    apart="Tq",
     kernels=(
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),
         Kernel("sm120", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),

@@ -31,6 +31,7 @@ OP = Op(
     },
     shards=(Shards("..."),),
     backward="gated_rmsnorm_backward",
+    apart="...",
     kernels=(
         Kernel("cpu", "f32 f16 bf16"),
         Kernel(

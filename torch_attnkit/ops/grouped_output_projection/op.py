@@ -107,6 +107,8 @@ OP = Op(
         Shards("Tq", needs=shards.LINEAR),
         Shards("R", needs=shards.LINEAR),
     ),
+    apart="Tq",
+    varies=dict.fromkeys(("cuda", "mps"), "which kernel takes a token follows from how many there are"),
     kernels=(
         Kernel(
             "cpu",

@@ -125,6 +125,7 @@ OP = Op(
         "request_ids": lambda c: c.arg.request_ids is not None,
     },
     shards=(*shards.INDEXER, Shards("Hi", sums="scores")),
+    varies=dict.fromkeys(("cuda", "mps", "cpu"), "which kernel takes a token follows from how many there are"),
     kernels=(
         Kernel(
             "cpu",

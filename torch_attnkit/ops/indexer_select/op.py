@@ -37,6 +37,7 @@ OP = Op(
     where=SCORES.where | {"topk must be at least 1": lambda c: c.arg.topk >= 1},
     features=SCORES.features,
     shards=shards.INDEXER,
+    varies=dict.fromkeys(("cuda", "mps", "cpu"), "which kernel takes a token follows from how many there are"),
     kernels=tuple(
         replace(row, needs=row.needs | _NEEDS, launcher=row.launcher and indexer.SELECT)
         for row in SCORES.kernels

@@ -50,6 +50,7 @@ OP = Op(
         "dtype": lambda c: c.arg.dtype not in (None, c.dtype),
     },
     shards=(Shards("R"), Shards("H")),
+    apart="R",
     kernels=(
         Kernel(
             "cuda",

@@ -34,6 +34,7 @@ OP = Op(
     where={"K must be at least 1": lambda c: c.dim["K"] > 0},
     features={"renormalize": lambda c: c.arg.renormalize},
     shards=shards.ROUTES,
+    apart="R",
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="renormalize"),
         Kernel(

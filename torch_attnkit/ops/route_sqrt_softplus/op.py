@@ -31,6 +31,7 @@ OP = Op(
         "renormalize": lambda c: c.arg.renormalize,
     },
     shards=shards.ROUTES,
+    apart="R",
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="bias renormalize"),
         Kernel(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torch_attnkit import cpu
-from torch_attnkit.core import Call, Target
+from torch_attnkit.core import Call, Target, invariance
 from torch_attnkit.core.native import ready
 from torch_attnkit.core.numerics import exact
 from torch_attnkit.cpu.blocks import Axes, blocks
@@ -28,7 +28,8 @@ _FEW = 1 << 20  # numbers that one thread multiplies in 0.1 ms
 def build(call: Call, target: Target) -> Callable[..., None]:
     B, Hq, Hkv, S, D, Dv = (call.dim[axis] for axis in ("B", "Hq", "Hkv", "S", "D", "Dv"))
     a, rules = call.arg, Rules.of(call.dim["D"], call.arg)
-    few = 0 < B * Hq * S * (D + Dv) <= _FEW and Dv > 0 and not rules.sink_tokens
+    # How large caches are is the batch's.
+    few = not invariance.is_on() and 0 < B * Hq * S * (D + Dv) <= _FEW and Dv > 0 and not rules.sink_tokens
     native = blocks(call, (a.q, a.k_cache, a.v_cache), Axes(-1, 1), Axes(2, 1))
 
     def launch(*arguments: Any) -> None:

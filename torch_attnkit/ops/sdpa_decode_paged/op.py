@@ -74,6 +74,7 @@ OP = Op(
     where=rules.HEADS | {"Ps must be at least 1": lambda c: c.dim["Ps"] > 0} | rules.SCORES | rules.CACHES,
     features=rules.GQA | rules.SINK | rules.KV_START | rules.WINDOW | rules.SCALES,
     shards=shards.ATTENTION,
+    apart="B",
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start window sink_tokens softcap"),
         *rules.by_head("sm80 sm89 sm120", sm80.DTYPES, sm80.HEADS, _FEATURES, _16_BITS, launcher=decode.NVIDIA),

@@ -59,6 +59,7 @@ OP = Op(
     | rules.SCALES,
     # Not by T: where kv_len is less than T, the first queries stand before all keys and see none.
     shards=shards.ATTENTION,
+    apart="B",
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start bidirectional window sink_tokens"),
         *rules.by_head(

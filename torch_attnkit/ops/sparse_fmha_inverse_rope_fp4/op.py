@@ -75,6 +75,9 @@ OP = Op(
     | fp4.SWIZZLED
     | {"o_global": lambda c: c.arg.o_global is not None},
     shards=shards.with_linear_scales(shards.SPARSE),
+    varies=dict.fromkeys(
+        ("cuda", "mps", "cpu"), "into how many parts a token's keys are split follows from how many tokens there are"
+    ),
     kernels=tuple(
         replace(
             row,

@@ -136,6 +136,9 @@ OP = Op(
     | rules.UNNORMALIZED,
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.SPARSE,
+    varies=dict.fromkeys(
+        ("cuda", "mps", "cpu"), "into how many parts a token's keys are split follows from how many tokens there are"
+    ),
     kernels=(
         Kernel(
             "cpu",

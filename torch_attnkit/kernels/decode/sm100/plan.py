@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch_attnkit.core import invariance
 from torch_attnkit.cuda.smem import SHARED
 from torch_attnkit.cuda.workspace import SplitLayout
 
@@ -68,9 +69,10 @@ def _clusters(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     head_blocks = -(-group // (heads * sides))
     tiles, work = -(-most_keys // KEYS), max(problem.batch * problem.kv_heads * head_blocks, 1)
     splits = 1
-    while splits * sides < CLUSTER and 2 * splits * sides * work <= sms and splits < tiles:
+    invariant = invariance.is_on()
+    while not invariant and splits * sides < CLUSTER and 2 * splits * sides * work <= sms and splits < tiles:
         splits *= 2
-    whole = tiles <= splits
+    whole = invariant or tiles <= splits
     least = 1 if whole else max(splits * 3 // 4, 1)
     blocks = min(sms // (splits * sides), work if whole else max(work * tiles // least, 1))
     sizes = dict(

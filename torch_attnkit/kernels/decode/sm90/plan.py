@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_attnkit.core import invariance
 from torch_attnkit.cuda.sm90.warpgroup import ROWS, THREADS
 from torch_attnkit.cuda.smem import RESERVED, SHARED
 from torch_attnkit.cuda.workspace import SplitLayout
 
 from ..config import FLAG_BYTES
-from ..plan import FEW, SHORT, Bits, Plan, combines, mma, paged, splits_of
+from ..plan import FEW, SHORT, Bits, Plan, combines, is_whole, mma, paged, splits_of
 from ..problem import LATENTS, Problem
 from ..traces import trace_mla, trace_wgmma
 from .config import COUNTERS, WgmmaConfig
@@ -67,6 +68,8 @@ def plan(problem: Problem, sms: int, *, same: bool = False) -> Plan:
 
 def _is_much(head: Head, problem: Problem, keys: int, sms: int) -> bool:
     """Whether reading takes so long that few heads are faster with ``wgmma.py``, too."""
+    if invariance.is_on():
+        return False
     if not problem.page and head.many is not None and keys >= head.many:
         return True
     if keys <= SHORT:
@@ -81,7 +84,7 @@ def _is_much(head: Head, problem: Problem, keys: int, sms: int) -> bool:
 def _wgmma(tile: tuple[int, int], problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     """For ``wgmma.py``: up to 64 heads a CTA, whose splits are that much longer."""
     keys, per_sm = tile
-    dim, group, whole = problem.dim, problem.group, most_keys <= SHORT
+    dim, group, whole = problem.dim, problem.group, is_whole(most_keys)
     config = WgmmaConfig(Bits(8 * problem.dtype.itemsize), dim, keys, stages=0)
     capacity = SHARED // per_sm - RESERVED - FLAG_BYTES - config.shared.sums.end
     stages = min(capacity // config.ring.stage_bytes, 8)
@@ -106,7 +109,7 @@ def _wgmma(tile: tuple[int, int], problem: Problem, most_keys: int, sms: int, sa
 def _mla(problem: Problem, most_keys: int, sms: int, same: bool) -> Plan:
     """For ``mla.py``: one CTA on an SM, with up to 64 heads."""
     keys, stages = _MLA[problem.dim, same]
-    head_blocks, whole = -(-problem.group // ROWS), most_keys <= SHORT
+    head_blocks, whole = -(-problem.group // ROWS), is_whole(most_keys)
     return Plan(
         trace_mla,
         paged(problem) | dict(dim=problem.dim, dim_v=problem.dim_v, keys=keys, stages=stages, same=same),

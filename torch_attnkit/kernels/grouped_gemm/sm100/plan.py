@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_attnkit.core import invariance
 from torch_attnkit.core.spec import short
 
 from ..problem import BLOCK, SPAN, Problem, Weights, experts_compiled
@@ -57,9 +58,10 @@ class Plan:
 def plan(problem: Problem, sms: int) -> Plan:
     p = problem
     packed = _by_scale(p)
-    row_tiles = 2 if packed and p.slots >= _MANY * p.experts else 1
-    ctas = PAIR if packed and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
-    few = packed and p.slots <= _FEW * p.experts
+    chosen = packed and not invariance.is_on()  # by how many tokens there are
+    row_tiles = 2 if chosen and p.slots >= _MANY * p.experts else 1
+    ctas = PAIR if chosen and p.slots >= _PAIRS * p.experts and sms >= PAIR else 1
+    few = chosen and p.slots <= _FEW * p.experts
     columns = FEW_TOKENS if few else ctas * TOKENS
     some = min(p.experts, p.slots)  # experts that have tokens, of which one is a tile, too
     tiles = (p.slots - some) // columns + some

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from torch_attnkit.core import invariance
 from torch_attnkit.core.spec import short
 
 from ..problem import ALIGNMENT, BLOCK, BULK_ROWS, SPAN, STRADDLING, WARP_SLOTS, Problem, Weights, experts_compiled
@@ -67,7 +68,8 @@ def plan(problem: Problem, sms: int) -> Plan:
     mean = p.slots / p.experts
     # Numbers of float16 that are not quantised are sums of two of bf16, which only ``mma.sync`` takes.
     many = _MANY_SHORT if p.intermediate <= BOXES * BOX and p.activations == "none" else _MANY
-    if mean >= many and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
+    fixed = invariance.is_on()  # one kernel for any number of tokens, and one order in which K is added up
+    if not fixed and mean >= many and p.intermediate > 0 and (p.dtype is torch.bfloat16 or p.activations != "none"):
         widths, group, warps = next(kind for most, kind in _WGMMA if mean <= most)
         return _by_wgmma(p, widths, group, warps, sms)
     return by_mma(p, sms, SHARED)
@@ -80,7 +82,7 @@ def by_mma(problem: Problem, sms: int, shared: int) -> Plan:
     wanted = min(p.tokens, _HEADROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
     tiles = p.slots // columns + min(p.experts, p.slots)
-    row_warps = _row_warps(p, columns, tiles, sms, shared)
+    row_warps = CONSUMERS if invariance.is_on() else _row_warps(p, columns, tiles, sms, shared)
     c = _config(p, row_warps, columns, shared)
     up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
     x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from torch_attnkit.core import invariance
 from torch_attnkit.core.spec import short
 
 from ..problem import Layout, Problem
@@ -57,6 +58,7 @@ def signature(problem: Problem) -> dict[str, Any]:
     p, scores = problem, problem.scores
     chosen = TILES[p.dim, p.dim_v]
     group = p.group if p.group and _ROWS % p.group == 0 else 1
+    invariant = invariance.is_on()  # then sizes of the batch decide on nothing
     rows = p.queries * group  # up to 128 are one tile
     everything = not p.causal and scores.window < 0
     pays = {"": False, "full": everything, "no window": scores.window < 0, "always": True}[chosen.pair]
@@ -65,10 +67,10 @@ def signature(problem: Problem) -> dict[str, Any]:
         "dim": p.dim,
         "dim_v": p.dim_v,
         "tile_n": chosen.tile_n,
-        "tiles": chosen.tiles if rows > _ROWS else 1,
+        "tiles": chosen.tiles if rows > _ROWS or invariant else 1,
         "group": group,
         "stages": chosen.stages_of(p.dtype.itemsize),
-        "pair": rows > _ROWS * chosen.tiles and pays,
+        "pair": rows > _ROWS * chosen.tiles and pays and not invariant,
         "causal": p.causal,
         "sink": p.sink,
         "normalize": p.normalize,

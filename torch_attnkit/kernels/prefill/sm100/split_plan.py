@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch_attnkit.core import invariance
+
 from ..problem import Problem
 from .plan import multiprocessors
 
@@ -61,7 +63,10 @@ class Work:
 
 
 def num_splits(problem: Problem, signature: dict[str, Any], sms: int) -> int:
-    """Into how many the keys of every tile are split. As the lengths are on the device, a full cache is assumed."""
+    """Into how many the keys of every tile are split. As the lengths are on the device, a full cache is assumed.
+    One where the batch must not decide."""
+    if invariance.is_on():
+        return 1
     p, group, tiles, tile_n = problem, signature["group"], signature["tiles"], signature["tile_n"]
     # A window that does not begin with a block costs one more.
     seen = min(p.keys, p.scores.most_keys(p.keys, p.queries + 1, both_sides=not p.causal) + tile_n)

@@ -38,6 +38,7 @@ class Config(Features):
     group: int = 0  # query heads of a KV head, where the dynamic scheduler loads rows of Q by TMA
     page: int = 1  # keys
     box: int = 0  # keys of a page that TMA loads at once; 0: threads copy rows
+    in_order: bool = False  # from the last block to the first, also in windows, whichever rows share the tile
 
     @property
     def fp8(self) -> bool:

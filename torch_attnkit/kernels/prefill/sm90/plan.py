@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from torch_attnkit.core import invariance
 from torch_attnkit.core.spec import short
 from torch_attnkit.cuda.sm90.clusters import resident_clusters
 
@@ -168,6 +169,8 @@ def of_cache(problem: Problem, sms: int) -> Plan:
     rows, groups = p.queries * p.group, p.batch * p.kv_heads
     few, many, pairs = choice.few_rows, choice.many_rows, choice.row_pairs
     assert few is not None and many is not None and pairs is not None
+    if invariance.is_on():
+        return Plan(many)
     chosen = few if rows <= 64 else many
     row_tiles = -(-rows // chosen.tile_m)
     if rows <= few.tile_m and shares(p, p.keys, sms):
@@ -190,7 +193,9 @@ def group_signature(problem: Problem, plan: Plan, kv: str) -> dict[str, Any]:
         known |= {"group": p.group, "q_stages": _query_stages(p, plan.tile)}
     if kv in ("dense", "packed"):
         return known | p.scores.features() | _lengths(p) | {"sink": True}
-    return known | dict.fromkeys(("window", "sink_tokens", "kv_start", "ends_at_kv_len"), True)
+    known |= dict.fromkeys(("window", "sink_tokens", "kv_start", "ends_at_kv_len"), True)
+    # A row's blocks in one order, however its sequence is cut into calls: without a window they are in any case.
+    return known | ({"in_order": True} if invariance.is_on() and p.scores.window >= 0 else {})
 
 
 def _query_stages(problem: Problem, tile: Tile) -> int:
@@ -208,7 +213,7 @@ def packs_heads(problem: Problem, sms: int) -> bool:
     """
     p = problem
     dense = p.batch * p.heads * -(-p.queries // tile(p).tile_m)
-    return p.queries * p.group <= _MOST_ROWS or 2 * dense <= sms
+    return p.queries * p.group <= _MOST_ROWS or 2 * dense <= sms or invariance.is_on()
 
 
 # Pages.
@@ -230,6 +235,8 @@ def of_pages(problem: PagedProblem, sms: int) -> Plan:
     choice = tiles(p)
     few, many, pairs, queued = choice.few_rows, choice.many_rows, choice.row_pairs, choice.paged
     assert few is not None and many is not None and pairs is not None
+    if invariance.is_on():
+        return Plan(many, box=box_of(problem.page, many))
     sequences = max(1, p.batch)
     rows = max(1, min(p.longest, -(-p.queries // sequences))) * p.group
     chosen = few if p.longest * p.group <= few.tile_m else many
@@ -262,10 +269,11 @@ def fills(tile: Tile, group: int) -> bool:
 
 
 def dynamic(problem: Problem, sms: int) -> Plan | None:
-    """The plan for ``problem``; None where work tiles are few, or the dynamic scheduler does not take it."""
+    """The plan for ``problem``; None where work tiles are few, or the dynamic scheduler does not take it, or the batch
+    must not decide."""
     p = problem
     choice = tiles(p).dynamic
-    if choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
+    if invariance.is_on() or choice is None or not p.normalize or any(p.scales) or p.group < _LEAST_GROUP:
         return None
     windowed = p.scores.window >= 0
     chosen = choice.causal if p.causal else choice.full

@@ -300,6 +300,8 @@ def row_tile(
     rest = begin - token * heads
     last = token + advance(rest + cutlass.min(left, tile_rows) - 1, heads, inverse)[0]
     blocks = _blocks_of(seq, seq.shift + token, seq.shift + last, c.tile_n, rules)
+    if c.in_order:  # all of them masked: those that all rows see are not left to the end
+        blocks = blocks._replace(full=blocks.steps, full_end=blocks.steps)
     return WorkTile(*at, heads, inverse, token, rest, left, seq, blocks, Int32(0), blocks.steps)
 
 
