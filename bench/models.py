@@ -350,13 +350,11 @@ def kernels(layers: int, cases: Cases, arch: str) -> list[Any]:
 
 
 def _ask_products(model: Any, tokens: int) -> None:
-    """The products of so many tokens, if they are few: on tensors without data the model takes the library's."""
-    layer = model.model.layers[0]
-    attention, router = layer.self_attn, layer.mlp.router
-    joined = attention.attnkit_weight, attention.attnkit_bias
-    for weight, bias in (joined, *((m.weight, m.bias) for m in (attention.o_proj, router))):
-        if tokens <= MOST_FEW:
-            torch.ops.attnkit.linear_decode(weight.new_empty(tokens, weight.shape[1]), weight, bias)
+    """The product from heads of so many tokens, if they are few: on tensors without data the model takes the
+    library's."""
+    last = model.model.layers[0].self_attn.o_proj
+    if tokens <= MOST_FEW:
+        torch.ops.attnkit.linear_decode(last.weight.new_empty(tokens, last.weight.shape[1]), last.weight, last.bias)
 
 
 def _own_way(model: Any) -> str:

@@ -24,7 +24,7 @@ from .memory import empty, on_cpu
 from .numerics import exact
 from .op import NAMESPACE, Call, Kernel, Op, Reason, steps
 from .spec import DTYPES, short
-from .target import SIMULATED, Target, setting, target_of
+from .target import SIMULATED, WHERE, Target, setting, target_of
 
 OPS: dict[str, Op] = {}
 FORMS: dict[str, Op] = {}  # of OPS, those that write into given tensors (``into.py``), by names of their own

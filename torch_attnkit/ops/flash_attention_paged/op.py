@@ -72,6 +72,9 @@ OP = Op(
     },
     features=rules.GQA | rules.SINK | {"bidirectional": lambda c: not c.arg.causal} | rules.WINDOW | rules.SCALES,
     shards=shards.HEADS,
+    varies=dict.fromkeys(
+        ("sm80", "sm89", "sm120"), "when a row's sums are rescaled follows from the rows that share its tile"
+    ),
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink bidirectional window sink_tokens"),
         *rules.by_head(

@@ -64,6 +64,9 @@ OP = Op(
     features=rules.GQA | rules.SINK | rules.CAUSAL | rules.WINDOW | rules.UNNORMALIZED | rules.SCALES,
     exclusive=rules.SINK_OR_PARTIAL,
     shards=shards.HEADS,
+    varies=dict.fromkeys(
+        ("sm80", "sm89", "sm120"), "when a row's sums are rescaled follows from the rows that share its tile"
+    ),
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink causal window sink_tokens"),
         *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16), _ALL, launcher=prefill.HOPPER),

@@ -60,6 +60,9 @@ OP = Op(
     # Not by T: where kv_len is less than T, the first queries stand before all keys and see none.
     shards=shards.ATTENTION,
     apart="B",
+    varies=dict.fromkeys(
+        ("sm80", "sm89", "sm120"), "when a row's sums are rescaled follows from the rows that share its tile"
+    ),
     kernels=(
         Kernel("cpu", "f32 f16 bf16", features="gqa sink kv_start bidirectional window sink_tokens"),
         *rules.by_head(

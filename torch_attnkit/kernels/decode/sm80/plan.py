@@ -34,7 +34,11 @@ def plan(problem: Problem, sms: int, *, arch: str, same: bool = False) -> Plan:
         config, least = replace(config, keys=16), replace(least, keys=16)
     warps = next(w for w in _WARPS if _fits(replace(least, warps=w)))
     whole = is_whole(keys_of_cache)
-    stages = 2 if keys_of_cache <= SHORT else next(n for n in range(_IN_FLIGHT, 1, -1) if _fits(replace(config, warps=warps, stages=n)))
+    stages = (
+        2
+        if keys_of_cache <= SHORT
+        else next(n for n in range(_IN_FLIGHT, 1, -1) if _fits(replace(config, warps=warps, stages=n)))
+    )
     made = replace(config, warps=warps, stages=stages)
     room = driver.shared_of_sm(problem.device, limits.shared)
     per_sm = made.blocks_per_sm if whole else max(1, min(_MOST_CTAS, room // (made.shared_bytes + RESERVED)))
