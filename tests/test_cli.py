@@ -161,7 +161,7 @@ def test_explain_says_what_is_wrong_with_its_words(run, argv, expected):
         (("warmup", "--target", "sm90", "--op", "nonsense"), "no op 'nonsense'"),
         (("sim", "metal", "--counters", "--op", "nonsense"), "no op 'nonsense'"),
         (("sim", "ptx", "--counters", "--op", "nonsense"), "no op 'nonsense'"),
-        (("sim", "ptx", "--check", "--arch", "sm75"), "arch is 'sm75', accepted: sm90, sm100"),
+        (("sim", "ptx", "--check", "--arch", "sm75"), "arch is 'sm75', accepted: sm80, sm89, sm90, sm100, sm120"),
     ],
 )
 def test_unknown_ops_and_targets_exit_with_2(run, argv, expected):

@@ -80,7 +80,10 @@ LOADED = ("grouped_gemm",)
 # have, none of which among their products. docs/lab/roadmap.md has what was tried.
 SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
     ("decode_mma", "sm90", {"fp8_kv": True, "dim": 256, "stages": 2}, 33),
+    ("decode_mma", "sm80", {"fp8_kv": True, "dim": 256}, 65),  # E4M3 without conversions
     ("norm_backward", "sm90", {"config": (8, 512, 2, 512)}, 4),
+    ("norm_backward", "sm89", {"config": (4, 256, 1, 256)}, 2),
+    ("norm_backward", "sm120", {"config": (8, 512, 2, 512)}, 2),
     ("norm_backward", "sm100", {"config": (8, 512, 2, 512)}, 2),
     ("sparse", "sm90", {"format": "fp8", "sides": 2, "split_kv": True}, 8),
 ]

@@ -31,7 +31,7 @@ def encode(mCodes: cute.Tensor, mX: cute.Tensor):
 @cute.kernel
 def _decode(mX: cute.Tensor, mPairs: cute.Tensor):
     i = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
-    mX[i, 0], mX[i, 1] = e4m3.numbers(mPairs[i])
+    mX[i, 0], mX[i, 1] = e4m3.values(mPairs[i])
 
 
 @cute.jit

@@ -28,12 +28,12 @@ def pair(low: Float32, high: Float32) -> Int32:
     return fp4.e4m3_pair(low, high) if traced().e4m3 else code(low) | (code(high) << 8)
 
 
-def pack(values: list[Float32]) -> Int32:
+def pack(four: list[Float32]) -> Int32:
     """``warp_ops.pack_e4m3``: four numbers as bytes."""
-    return pack_e4m3(values) if traced().e4m3 else pair(*values[:2]) | (pair(*values[2:]) << 16)
+    return pack_e4m3(four) if traced().e4m3 else pair(*four[:2]) | (pair(*four[2:]) << 16)
 
 
-def numbers(both: Int32) -> tuple[Float32, ...]:
+def values(both: Int32) -> tuple[Float32, ...]:
     """``fp4.e4m3_values``: the numbers of the bytes in bits 0..7 and 8..15."""
     return fp4.e4m3_values(both) if traced().e4m3 else fp4.floats(cutlass.Float16, f16_pair(both))
 
@@ -44,7 +44,7 @@ def nvfp4_scale(top: Float32, global_scale: Any = None) -> tuple[Int32, Float32]
         return fp4.nvfp4_scale(top, global_scale)
     sixth = fp4.divide(top, Float32(fp4.E2M1_MAX))
     byte = code(sixth if global_scale is None else fp4.times(sixth, global_scale))
-    return byte, numbers(byte)[0]
+    return byte, values(byte)[0]
 
 
 def code(x: Float32) -> Int32:

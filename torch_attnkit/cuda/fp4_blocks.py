@@ -126,7 +126,7 @@ class Reader:
 
     def magnitudes(self, byte: Int32, gs: Any) -> list[Any]:
         """The numbers of codes 0 to 7, without the sign that an E4M3 scale may have."""
-        scale = e4m3.numbers(byte & 0x7F)[0] if self.nvfp4 else fp4.ue8m0_value(byte)
+        scale = e4m3.values(byte & 0x7F)[0] if self.nvfp4 else fp4.ue8m0_value(byte)
         if gs is None:
             return [fp4.times(scale, Float32(m)) for m in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
         half, three = (self.quotient(fp4.times(scale, Float32(m)), *gs) for m in (0.5, 1.5))

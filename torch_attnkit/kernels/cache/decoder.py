@@ -38,7 +38,7 @@ class Decoder:
             return self.read.values(codes, byte, gs)
         scale = fp4.ue8m0_value(byte)
         halves = (half for word in codes for half in (word, word >> 16))
-        return self._words([tuple(fp4.times(x, scale) for x in e4m3.numbers(half)) for half in halves])
+        return self._words([tuple(fp4.times(x, scale) for x in e4m3.values(half)) for half in halves])
 
     def rope(self, pairs: list[Any]) -> list[Any]:
         """Words of values from words of bfloat16 pairs, which bfloat16 keeps bit for bit."""

@@ -215,8 +215,8 @@ def _e4m3_to_f16(values: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int
 def _e4m3_columns_to_f16(values: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
     """E4M3 (key 0, column 0), (0, 1), (1, 0), (1, 1) as pairs of float16: both keys of column 0, and of column 1."""
     if not traced().e4m3:
-        turned = permute_bytes(values, values, Int32(0x3120))
-        return e4m3.f16_pair(turned), e4m3.f16_pair(turned >> 16)
+        columns = permute_bytes(values, values, Int32(0x3120))
+        return e4m3.f16_pair(columns), e4m3.f16_pair(columns >> 16)
     text = (
         "{ .reg .b32 turned; .reg .b16 low, high; prmt.b32 turned, $2, $2, 0x3120; mov.b32 {low, high}, turned; "
         "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from torch_attnkit.core.errors import UnsupportedError
+from torch_attnkit.core.target import NVIDIA
 
 from .counters import print_roofline
 from .runtime import machine
 from .settings import counting, settings
 
 console = Console()
-ARCHS = ("sm90", "sm100")
 # Each of 64 threads stores the number that its neighbour put into shared memory.
 _KNOWN = """
 .version 8.8
@@ -68,12 +68,12 @@ def _cases(op: str | None, arch: str | None) -> Iterator[Any]:
 
     if op is not None and op not in OPS:
         raise typer.BadParameter(f"no op {op!r}; there are: {', '.join(OPS)}")
-    if arch is not None and arch not in ARCHS:
-        raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(ARCHS)}")
+    if arch is not None and arch not in NVIDIA:
+        raise typer.BadParameter(f"arch is {arch!r}, accepted: {', '.join(NVIDIA)}")
     for name, record in OPS.items():
         for index, row in enumerate(record.kernels):
             for target in row.archs:
-                if op in (None, name) and target in ARCHS and arch in (None, target):
+                if op in (None, name) and target in NVIDIA and arch in (None, target):
                     yield from parity.cases(record, index, target, covering=True)
 
 
@@ -104,7 +104,7 @@ def ptx(
     check: Annotated[bool, typer.Option("--check", help="Run the parity cases with every check on.")] = False,
     seeds: Annotated[int, typer.Option(help="With --check: hostile schedules besides the plain one.", min=0)] = 0,
     op: Annotated[str | None, typer.Option(help="Only this op.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Only sm90 or sm100.")] = None,
+    arch: Annotated[str | None, typer.Option(help=f"Only one of {', '.join(NVIDIA)}.")] = None,
     waive: Annotated[list[str] | None, typer.Option(help="With --check: a kind of finding that is not raised.")] = None,
 ) -> None:
     """Check the PTX simulator, or run the package's CuTeDSL kernels in it on their parity cases."""

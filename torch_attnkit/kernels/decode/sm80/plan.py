@@ -24,7 +24,7 @@ def plan(problem: Problem, sms: int, *, arch: str, same: bool = False) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors; ``same`` or not.
 
     A CTA has four warps if two tiles of each fit, which is 70 KB of 128 columns in flight: an SM of an RTX 5090 reads 8
-    in 800 ns, one of an A100 15 (by their data sheets). Where an SM has room for two such, it has two.
+    in 800 ns, one of an A100 15 (by their data sheets). Where an SM has memory for two such, it has two.
     """
     limits = LIMITS[arch]
     keys_of_cache = problem.scores.most_keys(problem.capacity)
@@ -40,8 +40,8 @@ def plan(problem: Problem, sms: int, *, arch: str, same: bool = False) -> Plan:
         else next(n for n in range(_IN_FLIGHT, 1, -1) if _fits(replace(config, warps=warps, stages=n)))
     )
     made = replace(config, warps=warps, stages=stages)
-    room = driver.shared_of_sm(problem.device, limits.shared)
-    per_sm = made.blocks_per_sm if whole else max(1, min(_MOST_CTAS, room // (made.shared_bytes + RESERVED)))
+    of_sm = driver.shared_of_sm(problem.device, limits.shared)
+    per_sm = made.blocks_per_sm if whole else max(1, min(_MOST_CTAS, of_sm // (made.shared_bytes + RESERVED)))
     found = cut(problem, made, keys_of_cache, sms * per_sm, sms)
     return replace(found, sizes=found.sizes | dict(capacity=made.capacity))
 

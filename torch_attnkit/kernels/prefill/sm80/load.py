@@ -83,7 +83,7 @@ class AsyncLoader(Fixed):
             before = 0
             for dim in self._looked_up:
                 for n in cutlass.range_constexpr(self._rows(dim)):
-                    key = block * c.tile_n + self._place(n, dim)[0]
+                    key = block * c.tile_n + self._position(n, dim)[0]
                     page = Int32(-1)
                     if not masked.hold(key):
                         column = key // c.page
@@ -102,19 +102,19 @@ class AsyncLoader(Fixed):
         before, target = 0, stage
         for dim, pitch, source in zip((c.dim, c.dim_v), c.pitches, sources, strict=True):
             chunks, step = const_expr(dim * self.nbytes // CHUNK), self._step(dim)
-            row, chunk = self._place(0, dim)
+            row, chunk = self._position(0, dim)
             key, to = block * c.tile_n + row, target + row * pitch + chunk * CHUNK
             at, further = source.at + source.row_bytes * key + chunk * CHUNK, source.row_bytes * step
             for n in cutlass.range_constexpr(self._rows(dim)):
                 if const_expr(step == 0):
-                    row, chunk = self._place(n, dim)
+                    row, chunk = self._position(n, dim)
                     key, to = block * c.tile_n + row, target + row * pitch + chunk * CHUNK
                     at = source.at + source.row_bytes * key + chunk * CHUNK
                 if const_expr(c.kv == "paged"):
                     page = rPages[before + n]
                     valid = page >= 0
-                    place = source.page_bytes * cutlass.max(page, 0) + source.row_bytes * (key % c.page)
-                    at = source.at + place + chunk * CHUNK
+                    offset = source.page_bytes * cutlass.max(page, 0) + source.row_bytes * (key % c.page)
+                    at = source.at + offset + chunk * CHUNK
                 else:
                     valid = not masked.hold(key)
                 source_of = cutlass.select_(valid, at, source.at)
@@ -129,7 +129,7 @@ class AsyncLoader(Fixed):
         chunks = dim * self.nbytes // CHUNK
         return self.c.threads // chunks if self.c.threads % chunks == 0 else 0
 
-    def _place(self, n: int, dim: int) -> tuple[Int32, Int32]:
+    def _position(self, n: int, dim: int) -> tuple[Int32, Int32]:
         """Row and chunk of a thread's n-th copy."""
         chunks = dim * self.nbytes // CHUNK
         i = cute.arch.thread_idx()[0] + n * self.c.threads

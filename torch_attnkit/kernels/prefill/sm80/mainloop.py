@@ -109,12 +109,12 @@ class MmaMainloop(Fixed):
         for rS in found:
             rS.fill(0.0)
         # Or addresses of all of Q's columns would be kept in registers.
-        places = [w.query if c.query_in_registers else op.fresh(w.query) for w in rows]
+        addresses = [w.query if c.query_in_registers else op.fresh(w.query) for w in rows]
         at = sK + (lane // 16 * 8 + lane % 8) * c.pitches[0] + lane // 8 % 2 * 16
         for k in range(c.dim // 16):
             queries = [
                 w.rQ[k] if c.query_in_registers else op.ldmatrix_x4(sQ + k * 32)
-                for w, sQ in zip(rows, places, strict=True)
+                for w, sQ in zip(rows, addresses, strict=True)
             ]
             for n in range(c.tile_n // 16):
                 rK = op.ldmatrix_x4(at + n * 16 * c.pitches[0] + k * 32)
