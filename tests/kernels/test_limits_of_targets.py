@@ -141,3 +141,24 @@ def test_hoppers_plans_would_not_fit():
             most = max(most, kind(SimpleNamespace(width=16), **sizes).shared_bytes)
     assert most > KB99
     assert batched.configure(400, LIMITS["sm90"].shared).stages > batched.configure(400, KB99).stages
+
+
+@pytest.mark.parametrize("kv", ["dense", "packed", "cache", "paged"])
+def test_every_tile_of_prefill_fits(kv):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    from cutlass import BFloat16
+
+    from torch_attnkit.kernels.prefill.sm80.config import MmaConfig as Prefill
+    from torch_attnkit.kernels.prefill.sm80.tiles import MMA_TILES, MmaTile, mma_tile
+
+    most = 0
+    for (dim, dim_v), tiles in MMA_TILES.items():
+        assert {mma_tile(dim, dim_v, rows) for rows in (1, 64, 65, 1 << 20)} == set(tiles)
+        for tile in tiles:
+            config = Prefill(dtype=BFloat16, dim=dim, dim_v=dim_v, kv=kv, **tile.sizes())
+            most = max(most, config.shared.nbytes)
+            assert config.shared.nbytes <= KB99 and config.threads <= 256, config
+            assert config.shared.query.offset % 16 == config.stage_bytes % 16 == 0, config
+    assert most == KB99  # D 256 takes all of it
+    wide = Prefill(dtype=BFloat16, dim=128, dim_v=128, kv=kv, **MmaTile(128, 64, 3, 2).sizes())
+    assert wide.shared.nbytes > KB99

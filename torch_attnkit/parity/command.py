@@ -36,7 +36,7 @@ ERROR = "largest error\n/ tolerance"  # of a table that fits 80 columns, whateve
 SHOWN = 5  # failures of a row that are printed
 MINUTES = 8.0  # that cases may take on a Mac, so that the report is there within ten
 MOST = 4000  # cases of a sample at most, however many rows the table gets
-MOST_STALE = 200  # cases of all stale rows of a runner, where they are looked at and not recorded
+MOST_STALE = 40  # cases of all stale rows of a runner, where they are looked at and not recorded
 Run = tuple[Case, str, str, int]  # what ``outcome`` takes besides the runner
 
 
