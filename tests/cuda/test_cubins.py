@@ -377,7 +377,7 @@ def test_spills_and_greed_are_noticed(tmp_path):
     ptx = compile.compile_into(norm("sm100"), tmp_path).ptx.read_text()
     poor = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.maxnreg 24", ptx)
     with pytest.raises(AssertionError, match=r"poor: .* stack=[1-9]"):
-        fits(inspect.taken([assembled(poor, "sm_103a")]), poor, "poor")
+        fits(inspect.taken([assembled(poor, "sm_103a")]), poor, "poor", MAX_SHARED["sm100"])
     crowded = re.sub(r"(?m)^(\.reqntid .*)", r"\1\n.minnctapersm 32", ptx)
     with pytest.raises(AssertionError, match="crowded: "):
-        fits(inspect.taken([assembled(ptx, "sm_103a")]), crowded, "crowded")
+        fits(inspect.taken([assembled(ptx, "sm_103a")]), crowded, "crowded", MAX_SHARED["sm100"])

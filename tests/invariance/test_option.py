@@ -191,8 +191,8 @@ def test_experts():
 def test_rows():
     with batch_invariant():
         for n in (128, 4096, 16384, 65536):
-            _one({norm(n, rows, 8, n * rows * 6, H200).cluster for rows in (1, 32, 33, 64, 5000)})
+            _one({norm(n, rows, 8, n * rows * 6, H200, True).cluster for rows in (1, 32, 33, 64, 5000)})
         for parts in (2, 16, 17, 40):
             spreads = [merge(parts, rows, 128, 8, H200) for rows in (1, 64, 1000, 100000)]
             _one({(s.lanes, s.splits, s.parts, s.ahead) for s in spreads})
-    assert len({norm(16384, rows, 8, 1, H200).cluster for rows in (1, 5000)}) == 2
+    assert len({norm(16384, rows, 8, 1, H200, True).cluster for rows in (1, 5000)}) == 2

@@ -52,7 +52,7 @@ def test_rows_that_registers_do_not_hold_are_read_anew(monkeypatch, dtype):
     monkeypatch.setattr(plan, "_MOST_BLOCKS", 1)
     x = rows(35000).to(dtype)
     k_len = torch.tensor([35000, 34999, 3, 20000, 35000, 1, 35000, 33000], dtype=torch.int32)
-    assert not plan.configure(35000, 8, 1, 132).resident
+    assert not plan.configure(35000, 8, 1, 132, True).resident
     for lengths in (None, k_len):
         assert torch.equal(simulated(x, lengths, topk=9000)[0], op(x, lengths, topk=9000))
 

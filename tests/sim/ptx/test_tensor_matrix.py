@@ -52,7 +52,8 @@ def mma(text, a, b, c, d_registers, extra="", tail=""):
             lines += [f"ld.global.b32 %f{'dabc'[i]}{j}, [%d{20 + i} + {4 * j}];" for j in range(x.shape[1])]
     lines += [extra, f"mma.sync.aligned.{text} {', '.join(names)}{tail};"]
     lines += [f"st.global.b32 [%d20 + {4 * j}], %fd{j};" for j in range(d_registers)]
-    run("\n".join(lines), d, a.copy(), b.copy(), c.copy())
+    # What has a kind is sm_120's.
+    run("\n".join(lines), d, a.copy(), b.copy(), c.copy(), target="sm_120a" if "kind::" in text else "sm_100a")
     return d
 
 
@@ -194,7 +195,7 @@ def test_block_scaling(kind, shape, vector, dtype, factors, stype, thread_a, thr
             lines += [f"ld.global.b32 %f{letter}{j}, [%d{20 + i} + {4 * j}];" for j in range(x.shape[1])]
     lines.append(f"mma.sync.aligned.{text} {', '.join(names)}{body_tail};")
     lines += [f"st.global.b32 [%d20 + {4 * j}], %fd{j};" for j in range(4)]
-    run("\n".join(lines), d, a, b, zero)
+    run("\n".join(lines), d, a, b, zero, target="sm_120a")
     rows, columns = np.arange(16), np.arange(8)
     fa = worth(sa[rows % 8 * 4 + 2 * thread_a + rows // 8][:, byte : byte + factors])
     fb = worth(sb[columns * 4 + thread_b][:, byte : byte + factors])
@@ -217,11 +218,11 @@ def test_scales_in_braces():
     {a}, {{0, 0}}, {b}, {{0, 0}};
   mad.wide.u32 %d0, %tid, 16, %in0; st.global.v4.f32 [%d0], {{%f0, %f1, %f2, %f3}};
 """
-        run(body, out)
+        run(body, out, target="sm_120a")
         results.append(out)
     assert (results[0] != 0).all() and (results[0] == results[1]).all()
     with pytest.raises(PtxError, match="a scale has 2 registers, expected 1"):
-        run(body.replace("{%r0}", "{%r0, %r1}"), out)
+        run(body.replace("{%r0}", "{%r0, %r1}"), out, target="sm_120a")
 
 
 def test_integer_saturation():

@@ -55,7 +55,7 @@ def flops(dims: dict[str, int]) -> int:
 def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     k = d.kernel
     facts: sampling.Facts = dict(dtype=k.choice(row.dtypes.split()), Tq=k.choice((1, 1, 2, 7, 8, 9, 16)))
-    facts |= dict(K=32 * d.size(60), bias=k.choice((0, 1)))
+    facts |= dict(K=32 * d.size(60), biased=k.choice((0, 1)))
     facts |= dict(N=d.size(max(1, min(200, d.limits.terms // (facts["Tq"] * facts["K"])))))
     if d.sometimes(0.02):
         facts |= dict(Tq=0)
@@ -64,5 +64,5 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
 
 def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     x, weight = (sampling.cast(sampling.randn(gen, rows, f["K"]), f["dtype"]) for rows in (f["Tq"], f["N"]))
-    bias = sampling.cast(sampling.randn(gen, f["N"]), f["dtype"]) if f.get("bias") else None
+    bias = sampling.cast(sampling.randn(gen, f["N"]), f["dtype"]) if f.get("biased") else None
     return (x, weight, bias), {}

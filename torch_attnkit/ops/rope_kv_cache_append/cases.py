@@ -80,7 +80,7 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     facts: sampling.Facts = dict(
         dtype=k.choice(row.dtypes.split()), ids=k.choice(("i32", "i64")), full=k.choice((0, 1)),
         Hkv=k.choice((1, 2, 3, 8)), D=k.choice((1, 7, 33, 64, 96, 128, 256)), t_angles=k.choice((0, 1)),
-        sink=k.choice((0, 1, 2)), joined=k.choice((0, 1)),
+        sinks=k.choice((0, 1, 2)), joined=k.choice((0, 1)),
     )  # fmt: skip
     facts |= dict(Dv=k.choice((facts["D"], facts["D"], 24, 64)), Hq=facts["Hkv"] * k.choice((1, 3, 8)))
     facts |= dict(R2=facts["D"] // k.choice((2, 2, 2, 4, 1000)))
@@ -105,6 +105,6 @@ def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], 
             slot[:: f["absent"]] = -1
         slot = slot.to(DTYPES[f["ids"]])
     sink = None
-    if f.get("sink"):
-        sink = sampling.cast(sampling.randn(gen, f["Hq"]), f["dtype"] if f["sink"] == 1 else "f32")
+    if f.get("sinks"):
+        sink = sampling.cast(sampling.randn(gen, f["Hq"]), f["dtype"] if f["sinks"] == 1 else "f32")
     return (*heads, *caches, cos, sin, slot, sink), {}
