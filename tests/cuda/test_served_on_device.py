@@ -74,7 +74,7 @@ class Memory:
 
     def run(self) -> None:
         steps.store(self.key, self.value, self.kv_cache, self.slots)
-        steps.attend(self.layer, self.step, self.q, self.kv_cache, self.sink, self.out, decodes=True)
+        steps.attend(self.layer, self.step, self.q, self.kv_cache, self.sink, self.out, decode=True)
 
 
 @pytest.mark.parametrize("new", [1, 4])

@@ -77,10 +77,10 @@ class Batch:
         ])  # fmt: skip
 
 
-def attended(layer: steps.Layer, step: steps.Step, q, cache, sink=None, *, decodes=True) -> torch.Tensor:
+def attended(layer: steps.Layer, step: steps.Step, q, cache, sink=None, *, decode=True) -> torch.Tensor:
     """``steps.attend`` into a tensor with something before it and behind it."""
     held = torch.full((q.shape[0] + 2, *q.shape[1:]), NAN, dtype=q.dtype)
-    steps.attend(layer, step, q, cache, sink, held[1:-1], decodes=decodes)
+    steps.attend(layer, step, q, cache, sink, held[1:-1], decode=decode)
     assert held[[0, -1]].isnan().all()
     return held[1:-1]
 
@@ -121,12 +121,12 @@ def test_a_step_equals_each_request_alone(past, new, more):
     sink = torch.randn(4)
     layer = layer_of(batch, sink=True, **more)
     with torch_attnkit.record() as ran:
-        out = attended(layer, batch.step, batch.q, batch.cache, sink, decodes=True)
+        out = attended(layer, batch.step, batch.q, batch.cache, sink, decode=True)
     op = steps.SINGLE if max(new) == 1 else steps.MIXED
     assert [name for name, _ in ran.calls] == [f"{op}_out"]
     expected = batch.expected(sink, **layer.options)
     torch.testing.assert_close(out, expected)
-    again = attended(layer, batch.step, batch.q, batch.cache, sink, decodes=False)
+    again = attended(layer, batch.step, batch.q, batch.cache, sink, decode=False)
     torch.testing.assert_close(again, expected)
 
 
@@ -139,9 +139,9 @@ def test_a_request_has_the_same_bits_in_every_step(more):
     with torch_attnkit.simulate("sm90"), torch_attnkit.batch_invariant():
         batch = Batch([63, 130, 16, 63, 0, 9], [1, 1, 1, 1, 1, 1], dim=64, dtype=torch.bfloat16)
         layer = layer_of(batch, **more)
-        decodes = steps.decodes(layer, Target("sm90"))
-        assert not decodes
-        single = attended(layer, batch.step, batch.q, batch.cache, decodes=decodes)[0]
+        decode = steps.supports_decode(layer, Target("sm90"))
+        assert not decode
+        single = attended(layer, batch.step, batch.q, batch.cache, decode=decode)[0]
         table = batch.table[:1]
         rest = torch.randn(63, 4, 64).bfloat16()  # queries of the tokens before
 
@@ -149,7 +149,7 @@ def test_a_request_has_the_same_bits_in_every_step(more):
             offsets = torch.tensor([0, *new]).cumsum(0)
             return steps.Step.of(sum(new), offsets, tables, torch.tensor(lengths), max(new), max(lengths))
 
-        alone = attended(layer, step([1], table, [64]), batch.q[:1], batch.cache, decodes=decodes)[0]
+        alone = attended(layer, step([1], table, [64]), batch.q[:1], batch.cache, decode=decode)[0]
         prompt = attended(layer, step([64], table, [64]), torch.cat([rest, batch.q[:1]]), batch.cache)[-1]
         chunk = torch.cat([batch.q[1:2], rest[-6:], batch.q[:1]])
         mixed = attended(layer, step([1, 7], batch.table[[1, 0]], [131, 64]), chunk, batch.cache)[-1]
@@ -180,7 +180,7 @@ def test_a_step_over_e4m3_is_attention_of_what_is_stored(past, new, scale, dtype
     layer = layer_of(batch)
     assert layer.fp8 and layer.dtype is dtype
     held = torch.full_like(batch.q, NAN)
-    steps.attend(layer, batch.step, batch.q, batch.cache, None, held, decodes=True, scales=scales)
+    steps.attend(layer, batch.step, batch.q, batch.cache, None, held, decode=True, scales=scales)
     batch.k, batch.v = ([meant(x, name) for x in given] for name, given in (("k", batch.k), ("v", batch.v)))
     batch.q = batch.q.float() if max(new) == 1 else meant(batch.q, "q")
     # One rounding of the result, to bfloat16 where queries are E4M3.
@@ -259,7 +259,7 @@ def test_a_captured_step_serves_other_lengths_and_tables(drafts):
         step = step or steps.Step.of(requests * new, offsets, table, kv_len, new, 1).to_capture(
             (offsets, table, kv_len), 256
         )
-        steps.attend(layer, step, q, cache, sink, out, decodes=True)
+        steps.attend(layer, step, q, cache, sink, out, decode=True)
         torch.testing.assert_close(out[: 3 * new], batch.expected(sink, **layer.options))
         assert not out[3 * new :].any()
 

@@ -195,7 +195,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         where = target()
         if word := steps.refusal(steps.MIXED, self.layer, where):
             raise UnsupportedError(f"attnkit for vLLM: {word}")
-        self.decodes = steps.decodes(self.layer, where)
+        self.supports_decode = steps.supports_decode(self.layer, where)
         self.sink: torch.Tensor | None = None
         self.made: steps.Scales | None = None
         if self.layer.fp8:
@@ -255,7 +255,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
             self.process_weights_after_loading(query.dtype)
         n = attn_metadata.tokens
         steps.attend(
-            self.layer, attn_metadata, query[:n], kv_cache, self.sink, output[:n], decodes=self.decodes,
+            self.layer, attn_metadata, query[:n], kv_cache, self.sink, output[:n], decode=self.supports_decode,
             scales=scales,
         )  # fmt: skip
         return output

@@ -154,18 +154,18 @@ def store(
 
 def attend(
     layer: Layer, step: Step, q: torch.Tensor, kv_cache: torch.Tensor, sink: torch.Tensor | None, out: torch.Tensor,
-    *, decodes: bool, scales: Scales | None = None,
+    *, decode: bool, scales: Scales | None = None,
 ) -> None:  # fmt: skip
     """Attention of the step's queries (Tq, Hq, D) over the cache, their own keys in it, into out (Tq, Hq, D). Causal.
 
-    ``sink`` is (Hq,) float32. ``decodes``, as the function says, allows ``sdpa_decode_paged`` where every request has
-    one token. A cache of E4M3 has ``scales``.
+    ``sink`` is (Hq,) float32. ``decode``, of ``supports_decode``, allows ``sdpa_decode_paged`` where every request
+    has one token. A cache of E4M3 has ``scales``.
     """
     k, v = halves(kv_cache)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
     requests = step.kv_len.shape[0]
     options = layer.options | ({} if scales is None else scales.rows(requests, "kv"))
-    if decodes and step.single:
+    if decode and step.single:
         ops.sdpa_decode_paged_out(q, k, v, step.block_table, step.kv_len, sink, **options, out=out, lse=lse)
         return
     into = out
@@ -181,7 +181,7 @@ def attend(
         out.copy_(into)
 
 
-def decodes(layer: Layer, target: Target) -> bool:
+def supports_decode(layer: Layer, target: Target) -> bool:
     """Whether ``sdpa_decode_paged`` has the steps in which every request has one token.
 
     Not where the batch must not decide on bits: a token alone then goes the way of one in a block of queries. What is
