@@ -82,7 +82,7 @@ def steps_of_vllm(a: models.Attention) -> dict[object, None]:
             table, lengths = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
             step = steps.Step.of(tokens, torch.zeros(9, dtype=torch.int32), table, lengths, longest, 1024)
             steps.store(key, value, cache, torch.zeros(tokens, dtype=torch.int64))
-            steps.attend(layer, step, q, cache, sink, torch.empty_like(q), decodes=True)
+            steps.attend(layer, step, q, cache, sink, torch.empty_like(q), decode=True)
     return asked.kernels
 
 
