@@ -15,19 +15,27 @@ import cutlass
 from cutlass import Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from . import e4m3
 from .asm import asm
 from .fp4 import floats, permute_bytes
+from .limits import traced
 from .warp_ops import pack
 
 LOWERED = {"nvfp4": 8, "mxfp4": 63}  # powers of two by which decoded weights are too small
 _TWO_TO_118, _TWO_TO_63 = 0x7A807A80, 0x5F005F00
 _CODES = 0x81C081C0  # sign and exponent bits of two bf16
+_MINUS_ZERO = 0x80008000
 _LOW, _HIGH = (0x000F000F, 0x1040), (0x00F000F0, 0x104)  # codes, and what moves them there
 
 
+def _multiply(a: Uint32, b: Uint32) -> Uint32:
+    """Two products of bf16, rounded to nearest. The instruction came with sm_90, as clusters did; a sum with -0 is the
+    same."""
+    return _product(a, b) if traced().clusters else _multiply_add(a, b, Uint32(_MINUS_ZERO))
+
+
 @dsl_user_op
-def _multiply(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Two products of bf16, rounded to nearest."""
+def _product(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     return asm(Uint32, [a, b], "mul.rn.bf16x2 $0, $1, $2;", loc=loc, ip=ip)
 
 
@@ -46,9 +54,15 @@ def decode(word: Uint32, factor: Uint32) -> list[Uint32]:
     return pairs
 
 
-@dsl_user_op
-def _halves_of_e4m3(word: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, Uint32]:
+def _halves_of_e4m3(word: Uint32) -> tuple[Any, Any]:
     """Four E4M3 numbers as pairs of float16, exactly."""
+    if traced().e4m3:
+        return _converted(word)
+    return e4m3.f16_pair(Int32(word)), e4m3.f16_pair(Int32(word >> 16))
+
+
+@dsl_user_op
+def _converted(word: Uint32, *, loc: Any = None, ip: Any = None) -> tuple[Uint32, Uint32]:
     text = (
         "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
     )

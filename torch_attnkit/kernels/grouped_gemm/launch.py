@@ -15,11 +15,14 @@ from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
 from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
+from .sm80 import plan as ampere
 from .sm90 import plan as hopper
 from .sm100 import plan as blackwell
 from .sm120 import plan as geforce
 
 _PLANS: dict[str, Callable[[Problem, int], Any]] = {
+    "sm80": ampere.plan,
+    "sm89": ampere.plan,
     "sm90": hopper.plan,
     "sm100": blackwell.plan,
     "sm120": geforce.plan,
@@ -129,6 +132,10 @@ def trace(arch: str, **signature: Any) -> compile.Traced:
         from .sm90 import kernel_mma
 
         return kernel_mma.trace(arch, **signature)
+    if arch in ("sm80", "sm89"):
+        from .sm80 import kernel as ampere_kernel
+
+        return ampere_kernel.trace(arch, **signature)
     if arch == "sm120":
         from .sm120 import kernel as geforce_kernel
 

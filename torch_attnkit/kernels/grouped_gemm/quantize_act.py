@@ -11,7 +11,7 @@ from collections.abc import Callable
 import cutlass.cute as cute
 from cutlass import Float32
 
-from torch_attnkit.cuda import fp4
+from torch_attnkit.cuda import e4m3, fp4
 
 
 def _blocks(rX: cute.Tensor, block: int) -> list[tuple[range, Float32]]:
@@ -30,7 +30,7 @@ def _blocks(rX: cute.Tensor, block: int) -> list[tuple[range, Float32]]:
 
 def _nvfp4(rX: cute.Tensor, global_scale: Float32) -> None:
     for part, top in _blocks(rX, 16):
-        _, scale = fp4.nvfp4_scale(top, global_scale)
+        _, scale = e4m3.nvfp4_scale(top, global_scale)
         factor = fp4.nvfp4_factor(scale, global_scale)
         for i in part:
             rX[i] = fp4.times(fp4.e2m1_round(fp4.times(rX[i], factor)), scale)
@@ -49,8 +49,8 @@ def _mxfp8(rX: cute.Tensor, global_scale: Float32) -> None:
     byte, scale = fp4.mxfp8_scale(top)
     factor = fp4.ue8m0_reciprocal(byte)
     for i in part[::2]:
-        pair = fp4.e4m3_pair(fp4.times(rX[i], factor), fp4.times(rX[i + 1], factor))
-        for j, x in enumerate(fp4.e4m3_values(pair)):
+        pair = e4m3.pair(fp4.times(rX[i], factor), fp4.times(rX[i + 1], factor))
+        for j, x in enumerate(e4m3.values(pair)):
             rX[i + j] = fp4.times(x, scale)
 
 

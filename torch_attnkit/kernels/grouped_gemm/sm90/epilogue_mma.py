@@ -175,10 +175,10 @@ class TopkEpilogue:
         while rest != 0:
             column = cute.arch.popc((rest & -rest) - 1)
             rest = rest & (rest - 1)
-            self._add_up(tensors, cute.arch.shuffle_sync(token, column), tile.row * self.c.rows, lane * 4)
+            self.add_up(tensors, cute.arch.shuffle_sync(token, column), tile.row * self.c.rows, lane * 4)
 
     @cute.jit
-    def _add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):
+    def add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):
         """Four features of a token, from ``first + more`` on."""
         top_k, feature = Int32(tensors.indices.shape[1]), first + more
         if (more < self.c.rows) & (feature < Int32(tensors.out.shape[1])):

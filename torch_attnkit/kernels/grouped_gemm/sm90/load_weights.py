@@ -65,14 +65,14 @@ def copy_packed(
         valid = cutlass.select_(column < nbytes, Int32(_EACH), Int32(0))
         for i in cutlass.range(c.rows // _ROWS, unroll=4):
             local = i * _ROWS + lane // _LANES
-            row = cutlass.min(_row(c, flags, tile, local, rows), rows - 1)
+            row = cutlass.min(weight_row(c, flags, tile, local, rows), rows - 1)
             offset = ((part // 2) ^ (local & 7)) * 16 + part % 2 * _EACH
             source = base + Int64(row) * packed.stride[1] + cutlass.min(column, nbytes - _EACH)
-            _copy_async(boxes + (box * c.rows + local) * ROW_BYTES + offset, source, valid)
+            copy_8_async(boxes + (box * c.rows + local) * ROW_BYTES + offset, source, valid)
     cute.arch.cp_async_mbarrier_arrive_noinc(full)
 
 
-def _row(config: Config, flags: Flags, tile: WorkTile, local: Int32, rows: Int32) -> Int32:
+def weight_row(config: Config, flags: Flags, tile: WorkTile, local: Int32, rows: Int32) -> Int32:
     """The row of an expert at row ``local`` of a box: 8 of gate and 8 of up alternate."""
     if not config.paired:
         return tile.row * config.rows + local
@@ -118,7 +118,7 @@ _ROWS = 32 // _LANES  # rows
 
 
 @dsl_user_op
-def _copy_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
+def copy_8_async(shared: Int32, source: Int64, valid: Int32, *, loc: Any = None, ip: Any = None) -> None:
     """8 bytes of device memory to shared memory; ``valid`` 0 writes zeros and reads nothing, else it is 8."""
     text = "cp.async.ca.shared.global [$0], [$1], 8, $2;"
     asm(None, [shared, source, valid], text, memory=True, loc=loc, ip=ip)

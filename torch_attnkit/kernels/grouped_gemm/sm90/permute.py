@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies
+from torch_attnkit.cuda import copies, pdl
 
 from ..arguments import Scalars, Tensors, chosen, global_scale_of
 from ..permute_k import EACH, operands
@@ -150,7 +150,7 @@ class PrepareTokens:
 
     @cute.kernel
     def kernel(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars):
-        cute.arch.griddepcontrol_launch_dependents()
+        pdl.launch_dependents()
         if cute.arch.block_idx()[0] < self.sorters:
             self._sort(tensors)
         else:

@@ -75,19 +75,22 @@ def plan(problem: Problem, sms: int) -> Plan:
     return by_mma(p, sms, SHARED)
 
 
-def by_mma(problem: Problem, sms: int, shared: int) -> Plan:
-    """By ``mma.sync``, however many tokens there are; ``shared`` as in ``Config``."""
+def by_mma(problem: Problem, sms: int, shared: int, bulk: bool = True) -> Plan:
+    """By ``mma.sync``, however many tokens there are; ``shared`` as in ``Config``. ``bulk``: whether there are bulk
+    copies, and both GEMMs may be one launch."""
     p = problem
     mean = p.slots / p.experts
     wanted = min(p.tokens, _HEADROOM * mean)
     columns = next((8 * w for w in WIDTHS if 8 * w >= wanted), MOST_COLUMNS)
+    while _config(p, CONSUMERS, columns, shared).stages < 2:
+        columns //= 2
     tiles = p.slots // columns + min(p.experts, p.slots)
     row_warps = CONSUMERS if invariance.is_on() else _row_warps(p, columns, tiles, sms, shared)
     c = _config(p, row_warps, columns, shared)
     up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
     x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
-    by_warp = p.slots <= WARP_SLOTS
+    by_warp = bulk and p.slots <= WARP_SLOTS
     return Plan(
         token_widths=(),
         group=0,
@@ -103,7 +106,7 @@ def by_mma(problem: Problem, sms: int, shared: int) -> Plan:
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         by_warp=by_warp,
-        scale_vectors=_few_vectors(p, c),
+        scale_vectors=_few_vectors(p, c) if bulk else (_vector(p, p.up, False), _vector(p, p.down, False)),
         code_alignment=c.code_alignment,
     )
 
