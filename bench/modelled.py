@@ -32,7 +32,7 @@ class Step:
     """A call: how often a step makes it, and the bytes that it has to move."""
 
     op: str
-    note: str
+    kind: str
     times: int
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -55,8 +55,8 @@ def steps(keys: int) -> Iterator[Step]:
     for window in (-1, WINDOW):
         seen = keys if window < 0 else window
         moved = size(heads, heads, sink) + 2 * KV_HEADS * seen * DIM * BF16.itemsize
-        note = "all keys" if window < 0 else f"window {window}"
-        yield Step("sdpa_decode", note, LAYERS // 2, (heads, *cache, length, sink), {"window": window}, moved)
+        kind = "all keys" if window < 0 else f"window {window}"
+        yield Step("sdpa_decode", kind, LAYERS // 2, (heads, *cache, length, sink), {"window": window}, moved)
     x, weight, bias = (
         torch.randn(1, HEADS * DIM).to(BF16),
         torch.randn(HIDDEN, HEADS * DIM).to(BF16),
@@ -103,7 +103,7 @@ def main(target: str = "sm120", keys: int = 4096) -> None:
         bounds = [least(launch, chip) for launch in launches]
         memory, longest = step.nbytes / (chip.memory * 1e6), sum(us for us, _ in bounds)
         needed, taken = needed + step.times * memory, taken + step.times * longest
-        named = f"{step.op} {step.note}".strip()
+        named = f"{step.op} {step.kind}".strip()
         most = max(bounds)[1]
         table.add_row(named, str(step.times), f"{memory:.2f}", f"{longest:.2f}", most, str(len(bounds)))
     table.add_row("all", "", f"{needed:.0f}", f"{taken:.0f}", f"{taken / needed:.3f}", "")

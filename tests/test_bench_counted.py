@@ -40,7 +40,7 @@ def test_a_launch_takes_as_long_as_its_busiest_resource():
 
 
 def test_a_step_moves_what_the_model_has():
-    found = {(s.op, s.note): s for s in modelled.steps(keys=256)}
+    found = {(s.op, s.kind): s for s in modelled.steps(keys=256)}
     assert sum(s.times for s in found.values() if s.op == "sdpa_decode") == modelled.LAYERS
-    bytes_of = lambda note: found["sdpa_decode", note].nbytes - 2 * 64 * 64 * 2 - 64 * 4
+    bytes_of = lambda kind: found["sdpa_decode", kind].nbytes - 2 * 64 * 64 * 2 - 64 * 4
     assert bytes_of("all keys") == 2 * 256 * 8 * 64 * 2 and bytes_of("window 128") == bytes_of("all keys") // 2
