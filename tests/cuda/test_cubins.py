@@ -67,6 +67,7 @@ INSTRUCTIONS = {
     # FP4 with block scales is UTCOMMA, a copy of scales to tensor memory UTCCP.
     ("batched_gemm_fp4", "sm100"): ("UTCOMMA", "UTCCP", "UTMALDG", "LDTM"),
     ("indexer", "sm100"): ("UTCHMMA", "UTMALDG", "LDTM"),
+    **{("indexer_mma", arch): ("[HQ]MMA", "LDGSTS") for arch in ("sm80", "sm89", "sm120")},
 }
 OF_CODES = {"HGMMA": "QGMMA", "UTCHMMA": "UTCQMMA"}
 OF_FP4 = {"UTCHMMA": "UTCOMMA"}  # of kernels whose numbers are MXFP4 and are multiplied so

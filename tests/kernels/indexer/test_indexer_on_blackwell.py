@@ -21,8 +21,8 @@ op = torch.ops.attnkit.indexer_scores
 E4M3 = torch.float8_e4m3fn
 
 
-def simulated(*args, seed=0, **kwargs):
-    with torch_attnkit.simulate("sm100"), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
+def simulated(*args, seed=0, arch="sm100", **kwargs):
+    with torch_attnkit.simulate(arch), ptx.settings(check=True, seed=seed), ptx.counting() as launches:
         return op(*args, **kwargs), launches
 
 
@@ -30,7 +30,7 @@ def integers(gen, *shape):
     return torch.randint(-2, 3, shape, generator=gen).float()
 
 
-def exact(T, H, D, S, dtype, seed=0, R=1):
+def exact(T, H, D, S, dtype, seed=0, R=1, arch="sm100"):
     """A call whose scores are exact in float32, and these; lengths end amid a block, and one is 0."""
     gen = torch.Generator().manual_seed(H + D)
     q, k, w = integers(gen, T, H, D), integers(gen, R, S, D), integers(gen, T, H)
@@ -39,10 +39,25 @@ def exact(T, H, D, S, dtype, seed=0, R=1):
     kwargs = {}
     if dtype == E4M3:
         args, kwargs = (*args, None, None, None, torch.ones(R, S, 1)), dict(format="fp8")
-    got, launches = simulated(*args, seed=seed, **kwargs)
+    got, launches = simulated(*args, seed=seed, arch=arch, **kwargs)
     assert len(launches) == 1
     assert torch.equal(got, reference(*args, **kwargs))
     return launches[0]
+
+
+def keys_anywhere(step, at, arch="sm100"):
+    """Rows that start at multiples of 4, of 2 and of one byte, in a buffer of NaN."""
+    gen = torch.Generator().manual_seed(0)
+    for dtype, D in ((E4M3, 128), (torch.bfloat16, 64)):
+        q, k, w = (integers(gen, *shape) for shape in ((3, 7, D), (2, 90, D), (3, 7)))
+        q, scale = q.repeat(2, 1, 1).to(dtype), (torch.ones(2, 90, 1),)
+        storage = torch.full((2 * 90 * step + 8,), torch.nan).to(dtype)
+        keys = storage[at : at + 2 * 90 * step].view(2, 90, step)[..., :D]
+        keys.copy_(k.to(dtype))
+        args = q, keys, w.repeat(2, 1), torch.tensor([90, 3, 0, 1, 89, 90], dtype=torch.int32)
+        kwargs = dict(format="fp8") if dtype == E4M3 else {}
+        args = (*args, None, None, None, *scale) if dtype == E4M3 else args
+        assert torch.equal(simulated(*args, arch=arch, **kwargs)[0], reference(*args, **kwargs))
 
 
 @pytest.mark.sample(17)
@@ -61,28 +76,18 @@ def test_the_ring_of_queries_goes_round():
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("step", "at"), [(132, 0), (130, 0), (129, 1), (128, 1)])
 def test_keys_may_lie_anywhere(step, at):
-    """Rows that start at multiples of 4, of 2 and of one byte, in a buffer of NaN."""
-    gen = torch.Generator().manual_seed(0)
-    for dtype, D in ((E4M3, 128), (torch.bfloat16, 64)):
-        q, k, w = (integers(gen, *shape) for shape in ((3, 7, D), (2, 90, D), (3, 7)))
-        q, scale = q.repeat(2, 1, 1).to(dtype), (torch.ones(2, 90, 1),)
-        storage = torch.full((2 * 90 * step + 8,), torch.nan).to(dtype)
-        keys = storage[at : at + 2 * 90 * step].view(2, 90, step)[..., :D]
-        keys.copy_(k.to(dtype))
-        args = q, keys, w.repeat(2, 1), torch.tensor([90, 3, 0, 1, 89, 90], dtype=torch.int32)
-        kwargs = dict(format="fp8") if dtype == E4M3 else {}
-        args = (*args, None, None, None, *scale) if dtype == E4M3 else args
-        assert torch.equal(simulated(*args, **kwargs)[0], reference(*args, **kwargs))
+    keys_anywhere(step, at)
 
 
-def test_sums_of_e4m3_are_those_of_float32():
+@pytest.mark.parametrize("arch", ["sm80", "sm100"])
+def test_sums_of_e4m3_are_those_of_float32(arch):
     """The tolerance of E4M3 is Hopper's, with its 14 bits; here results keep to that of float32, which is tighter."""
     gen = torch.Generator().manual_seed(3)
     q, k, w = (torch.randn(*shape, generator=gen) for shape in ((4, 64, 128), (1, 200, 128), (4, 64)))
     args = (q.to(E4M3), k.to(E4M3), w, torch.full((4,), 200, dtype=torch.int32), None, None, None)
     args = (*args, torch.rand(1, 200, 1, generator=gen) + 0.5)
     wide = [*args[:2], w.double(), *args[3:]]
-    got, _ = simulated(*args, format="fp8")
+    got, _ = simulated(*args, format="fp8", arch=arch)
     compare.check("scores", got, reference(*args, format="fp8"), reference(*wide, format="fp8"))
 
 

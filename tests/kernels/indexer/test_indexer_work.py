@@ -1,4 +1,4 @@
-"""The indexer's kernels on a simulated H200 and B200: what no caller should pass, negative scales, who sees what."""
+"""The indexer's kernels on simulated GPUs: what no caller should pass, negative scales, who sees what."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ op = torch.ops.attnkit.indexer_scores
 I32 = torch.iinfo(torch.int32)
 
 
-ARCHS = pytest.mark.parametrize("arch", ["sm90", "sm100"])
+ARCHS = pytest.mark.parametrize("arch", ["sm80", "sm89", "sm90", "sm100", "sm120"])
 
 
 def simulated(*args, seed=0, arch="sm90", **kwargs):

@@ -15,16 +15,19 @@ from torch_attnkit.kernels.topk import launch as topk
 from torch_attnkit.kernels.topk import problem as rows
 
 from .problem import Operands, Problem, Selection, SelectOperands
+from .sm80 import launch as ampere
 from .sm90 import launch as hopper
 from .sm90 import plan as hopper_plan
 from .sm100 import launch as blackwell
+
+_SCORES = {"sm90": hopper.launcher, "sm100": blackwell.launcher}  # by ``mma.sync`` elsewhere
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     """What solves ``problem`` on ``target``."""
     if problem.tokens * problem.entries == 0:
         return lambda operands: None
-    return hopper.launcher(problem, target) if target.arch == "sm90" else blackwell.launcher(problem, target)
+    return _SCORES.get(target.arch, ampere.launcher)(problem, target)
 
 
 def select_launcher(problem: Selection, target: Target) -> Callable[[SelectOperands], None]:

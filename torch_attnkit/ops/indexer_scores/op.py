@@ -18,6 +18,7 @@ from torch_attnkit.core.op import Call, Predicate, Shards, of_dtypes
 from torch_attnkit.core.spec import DTYPES, short
 from torch_attnkit.kernels import indexer
 from torch_attnkit.kernels.indexer import metal
+from torch_attnkit.kernels.indexer.sm80 import plan as sm80
 from torch_attnkit.kernels.indexer.sm90 import plan as sm90
 from torch_attnkit.kernels.indexer.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, shards
@@ -134,6 +135,7 @@ OP = Op(
                 "format must be 'none'": of_dtypes(lambda c: c.arg.format == "none"),
             },
         ),
+        *_rows("sm80 sm89 sm120", sm80.DIMS, indexer.NVIDIA),
         *_rows("sm90", sm90.DIMS, indexer.NVIDIA),
         *_rows("sm100", sm100.DIMS, indexer.NVIDIA),
         *_rows("mps", metal.DIMS),
