@@ -13,8 +13,8 @@ from ..plan import SHORT, Plan, cut, is_whole, one_tile
 from ..problem import Problem
 
 DTYPES = "bf16 f16"
-# (D, Dv): multiples of 16 up to 512. A group of more than 8 query heads, 16 up to 128 columns, is cut.
-HEADS = ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512))
+# (D, Dv): multiples of 16, Dv up to 512. A group of more than 8 query heads, 16 up to 128 columns, is cut.
+HEADS = ((32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
 _WARPS = (4, 3, 2, 1)
 _IN_FLIGHT = 6  # tiles of a warp
 _MOST_CTAS = 2  # of an SM
