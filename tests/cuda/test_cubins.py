@@ -82,6 +82,7 @@ LOADED = ("grouped_gemm",)
 SPILLED: list[tuple[str, str, dict[str, Any], int]] = [
     ("decode_mma", "sm90", {"fp8_kv": True, "dim": 256, "stages": 2}, 33),
     ("decode_mma", "sm80", {"fp8_kv": True, "dim": 256}, 65),  # E4M3 without conversions
+    ("prefill", "sm120", {"dtype": "f8e4m3", "dim": 256}, 14),
     ("norm_backward", "sm90", {"config": (8, 512, 2, 512)}, 4),
     ("norm_backward", "sm89", {"config": (4, 256, 1, 256)}, 2),
     ("norm_backward", "sm120", {"config": (8, 512, 2, 512)}, 2),

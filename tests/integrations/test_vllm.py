@@ -532,3 +532,14 @@ def test_the_entry_point_names_register_and_the_backend_stands_where_it_says():
     assert getattr(importlib.import_module(module), name) is plugin.register
     assert plugin.BACKEND == f"{choice.__name__}.Backend"
     assert cpu.__name__.startswith(plugin.__name__)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm120"])
+def test_gpus_without_wgmma_serve_latents_and_from_sm89_on_caches_of_e4m3(arch):
+    target = Target(arch)
+    latent = steps.LatentLayer(16, 512, 64, 128, 128, torch.bfloat16, torch.bfloat16, page=64)
+    assert steps.refusal_of_latents(latent, target) is None
+    layer = steps.Layer(64, 8, 64, torch.bfloat16, torch.float8_e4m3fn, page=16, window=-1, softcap=0.0, sink=True)
+    assert steps.refusal(steps.SINGLE, layer, target) is None and steps.supports_decode(layer, target)
+    refused = steps.refusal(steps.MIXED, layer, target)
+    assert "f8e4m3" in refused if arch == "sm80" else refused is None

@@ -82,5 +82,6 @@ OP = Op(
         Kernel("mps", metal.CODES, {"D": metal.DIMS}, f"{_ALL} scales", _VALUES, launcher=prefill.METAL),
         *rules.by_head("sm90", sm90.BITS16, sm90.heads(sm90.BITS16, wide=True), _ALL, launcher=prefill.HOPPER_HDIM512),
         *rules.of_codes("sm90", sm90.FP8, sm90.heads(sm90.FP8), f"{_ALL} scales", launcher=prefill.HOPPER_FP8),
+        *rules.of_codes("sm89 sm120", sm80.CODES, sm80.MMA_TILES_FP8, f"{_ALL} scales", launcher=prefill.AMPERE),
     ),
 )

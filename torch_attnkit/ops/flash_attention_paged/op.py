@@ -93,5 +93,8 @@ OP = Op(
             rules.CACHE_ROWS | _BOXES,
             launcher=prefill.HOPPER_PAGES_FP8,
         ),
+        *rules.of_codes(
+            "sm89 sm120", sm80.CODES, sm80.MMA_TILES_FP8, f"{_FEATURES} scales", launcher=prefill.AMPERE_PAGES
+        ),
     ),
 )

@@ -76,5 +76,8 @@ OP = Op(
         *rules.of_codes(
             "sm90", sm90.FP8, sm90.heads(sm90.FP8), f"{_FEATURES} scales", launcher=prefill.HOPPER_CACHE_FP8
         ),
+        *rules.of_codes(
+            "sm89 sm120", sm80.CODES, sm80.MMA_TILES_FP8, f"{_FEATURES} scales", launcher=prefill.AMPERE_CACHE
+        ),
     ),
 )

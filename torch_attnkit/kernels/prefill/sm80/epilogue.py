@@ -9,8 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from torch_attnkit.cuda import copies
+from torch_attnkit.cuda.sm90 import softmax
 
-from ..sm90.epilogue import lse_and_factor, row_sums, row_words, store
+from ..sm90.epilogue import V, descale, has_scale, lse_and_factor, row_sums, row_words, store
 from .mainloop import WarpRows
 
 
@@ -20,6 +21,10 @@ def store_rows(
 ):  # fmt: skip
     """``sums_out`` is like the LSE, for kernels that do not normalise; else None."""
     sums = row_sums(c, w, positions)
+    if const_expr(has_scale(c, V)):
+        scale = descale(c, ins, tile.batch, tile.kv_head * tile.group, V)
+        # Of a sequence without keys it may be nan.
+        softmax.rescale(w.rO, [cutlass.select_(x == 0.0, Float32(1.0), scale) for x in sums])
     if const_expr(c.normalize):
         store(c, w, ins, results, tile, sums)
     else:

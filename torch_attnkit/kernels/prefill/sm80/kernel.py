@@ -27,6 +27,7 @@ from torch_attnkit.cuda import fake
 from torch_attnkit.cuda import warp_ops as op
 
 from ..key_blocks import masked_keys
+from ..sm90.epilogue import with_descales
 from ..sm90.mask import BitMask, MaskRules, row_bounds
 from .config import MmaConfig, mma_arguments
 from .epilogue import store_rows
@@ -83,7 +84,7 @@ class PrefillMma:
             cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(stages - 1)
         cute.arch.barrier()
-        rows = self.mainloop.rows(sQ, scalars)
+        rows = self.mainloop.rows(sQ, with_descales(c, rows_in, scalars, tile.batch, tile.kv_head * tile.group))
         positions = [tuple(tile.position(w.row + 8 * r) for r in range(2)) for w in rows]
         rules = MaskRules.of(scalars)
         masks = [
@@ -110,5 +111,6 @@ class PrefillMma:
         if const_expr(not c.normalize):
             sums_out = self.sequences.rows(ins, outs._replace(lse=outs.row_sum), tile, kv_index)[1].lse
         for w in rows:
+            self.mainloop.elements.sort_columns(w.rO)
             at = tuple(tile.position(w.row + 8 * r) for r in range(2))
             store_rows(c, w, rows_in, results, sums_out, tile, at)

@@ -24,7 +24,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     if p.queries * p.heads * (1 if p.packed else p.batch) == 0:
         return lambda operands: None
     known = {"kv": "packed"} if p.packed else {"kv": "dense", "kv_len": p.kv_len, "kv_start": p.kv_start}
-    features = p.scores.features() | {"group": p.group, "normalize": p.normalize, "sink": True}
+    features = p.scores.features() | {"group": p.group, "normalize": p.normalize, "sink": True, **_scales(p, p.scales)}
     run = compile.launcher(target, p.device, trace, **_sizes(p, p.longest or p.queries), **known, **features)
     start = family.reading(run, p, group_scalars(p, 1 if p.packed else family.section(p, 1)))
     unread = torch.empty(p.heads, dtype=torch.float32, device=p.device)
@@ -77,14 +77,19 @@ def of_pages(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
 def _sizes(problem: Problem, queries: int) -> dict[str, Any]:
     """``queries``: of a sequence at most."""
     p = problem
-    tile = mma_tile(p.dim, p.dim_v, queries * p.group)
+    tile = mma_tile(p.dim, p.dim_v, queries * p.group, p.dtype.itemsize == 1)
     return {"dtype": short(p.dtype), "dim": p.dim, "dim_v": p.dim_v, **tile.sizes(), "scheduler": SINGLE_TILE}
 
 
 def _any_features(problem: Problem) -> dict[str, bool]:
     """Those that a call's scalars decide, and a soft cap, which is compiled in."""
     known = dict.fromkeys(("window", "sink_tokens", "kv_start", "ends_at_kv_len"), True)
-    return known | {"softcap": problem.scores.capped}
+    return known | {"softcap": problem.scores.capped, **_scales(problem, (True,) * 3)}
+
+
+def _scales(problem: Problem, given: tuple[bool, ...]) -> dict[str, tuple[bool, ...]]:
+    """Which of those of E4M3 a kernel is ``given``."""
+    return {"scales": given} if problem.dtype.itemsize == 1 and any(given) else {}
 
 
 def trace(arch: str, **signature: Any) -> compile.Traced:

@@ -20,6 +20,7 @@ from torch_attnkit.cuda.sm90 import softmax
 from torch_attnkit.cuda.warp_ops import exp2
 
 from .config import MmaConfig
+from .elements import elements
 from .tiles import ATOM
 
 _SLACK = 8.0  # of float16's 16 powers of two above 1, what a probability may use
@@ -36,12 +37,12 @@ class WarpRows(Fixed):
     row_sum: cute.Tensor  # (2), this lane's part
     scalars: Any
     query: Int32  # the address of this lane's row of Q for ldmatrix
-    rQ: list  # of each 16 columns four registers, or empty
+    rQ: list  # of each step the operands of its blocks of 16 columns, or empty
 
 
 class MmaMainloop(Fixed):
     def __init__(self, config: MmaConfig):
-        self.c = config
+        self.c, self.elements = config, elements(config)
 
     def rows(self, sQ: Int32, scalars: Any) -> list[WarpRows]:
         """This warp's. Q is in shared memory; nobody writes over it before a barrier behind this."""
@@ -55,7 +56,8 @@ class MmaMainloop(Fixed):
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             query = sQ + (first + lane % 16) * c.pitches[0] + lane // 16 * 16
-            rQ = [op.ldmatrix_x4(query + k * 32) for k in range(c.dim // 16 if c.query_in_registers else 0)]
+            steps = c.dim // 16 // self.elements.blocks if c.query_in_registers else 0
+            rQ = [self.elements.queries(op.ldmatrix_x4(query + k * 32)) for k in range(steps)]
             found.append(WarpRows(first + lane // 4, lane, rO, row_max, row_sum, scalars, query, rQ))
         return found
 
@@ -111,15 +113,16 @@ class MmaMainloop(Fixed):
         # Or addresses of all of Q's columns would be kept in registers.
         addresses = [w.query if c.query_in_registers else op.fresh(w.query) for w in rows]
         at = sK + (lane // 16 * 8 + lane % 8) * c.pitches[0] + lane // 8 % 2 * 16
-        for k in range(c.dim // 16):
+        for k in range(c.dim // 16 // self.elements.blocks):
             queries = [
-                w.rQ[k] if c.query_in_registers else op.ldmatrix_x4(sQ + k * 32)
+                w.rQ[k] if c.query_in_registers else self.elements.queries(op.ldmatrix_x4(sQ + k * 32))
                 for w, sQ in zip(rows, addresses, strict=True)
             ]
             for n in range(c.tile_n // 16):
-                rK = op.ldmatrix_x4(at + n * 16 * c.pitches[0] + k * 32)
+                keys = self.elements.keys(op.ldmatrix_x4(at + n * 16 * c.pitches[0] + k * 32))
                 for rQ, rS in zip(queries, found, strict=True):
-                    self._multiply(rQ, rK, rS, n)
+                    for a, b in zip(rQ, keys, strict=True):
+                        self._multiply(a, b, rS, n)
         return found
 
     def _add_values(self, rows: list[WarpRows], scores: list[cute.Tensor], sV: Int32) -> None:
@@ -127,18 +130,23 @@ class MmaMainloop(Fixed):
         at = sV + lane % 16 * c.pitches[1] + lane // 16 * 16
         for k in range(c.tile_n // 16):
             weights = [
-                [op.pack(c.dtype, rS[2 * r, 2 * k + m], rS[2 * r + 1, 2 * k + m]) for m in range(2) for r in range(2)]
+                [
+                    op.pack(self.elements.dtype, rS[2 * r, 2 * k + m], rS[2 * r + 1, 2 * k + m])
+                    for m in range(2)
+                    for r in range(2)
+                ]
                 for rS in scores
             ]
-            for n in range(c.dim_v // 16):
-                rV = op.ldmatrix_x4(at + k * 16 * c.pitches[1] + n * 32, transposed=True)
+            for n in range(c.dim_v // 16 // self.elements.blocks):
+                values = self.elements.values(op.ldmatrix_x4(at + k * 16 * c.pitches[1] + n * 32, transposed=True))
                 for rP, w in zip(weights, rows, strict=True):
-                    self._multiply(rP, rV, w.rO, n)
+                    for i, rV in enumerate(values):
+                        self._multiply(rP, rV, w.rO, n * self.elements.blocks + i)
 
     def _multiply(self, a: Any, b: Any, acc: cute.Tensor, n: int) -> None:
         """16 rows times 16 columns of a product, the n-th of ``acc``."""
         for half in range(2):
             old = [acc[i, 2 * n + half] for i in range(4)]
-            new = op.mma_m16n8k16(self.c.dtype, a, b[2 * half : 2 * half + 2], old)
+            new = op.mma_m16n8k16(self.elements.dtype, a, b[2 * half : 2 * half + 2], old)
             for i in range(4):
                 acc[i, 2 * n + half] = new[i]

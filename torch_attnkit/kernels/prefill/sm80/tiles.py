@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-DTYPES = "bf16 f16"
+DTYPES, CODES = "bf16 f16", "f8e4m3"
 ATOM, WARP = 16, 32  # rows of a product; threads
 MOST_IN_REGISTERS = 128  # columns of Q that a warp keeps in registers; of more it reads each again for every block
 FEW = 64  # rows of a sequence's KV head, up to which a tile has no more
@@ -38,9 +38,15 @@ MMA_TILES: dict[tuple[int, int], MmaTiles] = {
     (192, 128): MmaTiles(MmaTile(128, 32, 2), MmaTile(64, 32, 3)),  # no such peer
     (256, 256): MmaTiles(MmaTile(64, 32, 2), MmaTile(64, 32, 2)),  # 0.81 0.85 0.82 0.86
 }
+# Of E4M3, whose operands take registers to be converted: D 96 and 128 spill with two products. Not timed.
+MMA_TILES_FP8: dict[tuple[int, int], MmaTiles] = {
+    **MMA_TILES,
+    (96, 96): MmaTiles(MmaTile(128, 48, 2), MmaTile(64, 48, 3)),
+    (128, 128): MmaTiles(MmaTile(128, 32, 2), MmaTile(64, 32, 4)),
+}
 
 
-def mma_tile(dim: int, dim_v: int, rows: int) -> MmaTile:
+def mma_tile(dim: int, dim_v: int, rows: int, fp8: bool = False) -> MmaTile:
     """For ``rows`` rows of a sequence's KV head at most."""
-    tiles = MMA_TILES[dim, dim_v]
+    tiles = (MMA_TILES_FP8 if fp8 else MMA_TILES)[dim, dim_v]
     return tiles.few if rows <= FEW else tiles.many
