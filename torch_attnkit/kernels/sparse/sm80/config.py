@@ -1,0 +1,123 @@
+"""What the kernel by ``mma.sync`` is compiled for, and its shared memory. Plans read this without cutlass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch_attnkit.cuda.smem import CHUNK, Region
+from torch_attnkit.cuda.workspace import SplitLayout
+from torch_attnkit.kernels.cache.problem import Row
+
+LANES = 32
+ATOM = 16  # heads of an MMA, and keys of one step of P V
+ITEMSIZE = 2  # bytes of an element of Q, of a key and of P
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Shared memory of a CTA. Rows of Q, K/V tiles and P are not padded: their 16-byte chunks are swizzled."""
+
+    query: Region  # (heads, D)
+    tiles: Region  # (stages, keys, D) of 16-bit rows, (1, keys, D) of dequantised ones
+    staging: Region  # (stages, keys): encoded rows
+    probabilities: Region  # (heads, keys)
+    stats: Region  # (heads, key groups): row maxima of a tile; in the epilogue row sums
+    valid: Region  # (ahead + 1, keys): whether a key of a tile counts
+    flag: Region  # whether this CTA is the last to arrive of those that share a work tile
+
+    @property
+    def nbytes(self) -> int:
+        return self.flag.end
+
+
+@dataclass(frozen=True)
+class Config:
+    """``heads``: of a work tile, 16 or 32, of which a token's last may have fewer. ``split_kv``: several CTAs share a
+    work tile's keys. ``paged``: (window, entries) caches in pages. ``align``: alignment of cache rows in bytes.
+    ``divided``: encoded rows have a global scale."""
+
+    dtype: Any
+    dim: int
+    heads: int
+    keys: int  # of a tile
+    warps: int
+    stages: int
+    split_kv: bool
+    paged: tuple[bool, bool] = (False, False)
+    format: str = "none"
+    rope_dim: int = 0
+    align: int = CHUNK
+    divided: bool = False
+
+    @property
+    def threads(self) -> int:
+        return LANES * self.warps
+
+    @property
+    def row(self) -> Row:
+        """Row format of the caches."""
+        return Row(self.format, self.dim, self.rope_dim)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a row of Q, and of a key in 16 bits."""
+        return self.dim * ITEMSIZE
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 16 bytes of such a row."""
+        return self.pitch // CHUNK
+
+    @property
+    def head_groups(self) -> int:
+        """Groups of 16 heads, as many as rows of an MMA."""
+        return self.heads // ATOM
+
+    @property
+    def key_groups(self) -> int:
+        """Groups of a tile's keys: for the scores a warp has a group of heads and one of keys."""
+        return self.warps // self.head_groups
+
+    @property
+    def columns(self) -> int:
+        """Columns of O that a warp has, of all heads."""
+        return self.dim // self.warps
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.keys * self.pitch
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a staged row."""
+        return 0 if self.row.plain else -(-self.row.size // CHUNK) * CHUNK
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of a staged tile."""
+        return self.keys * self.slot_bytes
+
+    @property
+    def ahead(self) -> int:
+        """Tiles in flight while one is attended: a stage is read by then, or has been dequantised."""
+        return self.stages - 1 if self.row.plain else self.stages
+
+    @property
+    def split(self) -> SplitLayout:
+        return SplitLayout(self.heads, self.dim)
+
+    @cached_property
+    def shared(self) -> SharedMemory:
+        query = Region(0, self.heads * self.pitch)
+        tiles = Region(query.end, (self.stages if self.row.plain else 1) * self.tile_bytes)
+        staging = Region(tiles.end, self.stages * self.staging_bytes)
+        probabilities = Region(staging.end, self.heads * self.keys * ITEMSIZE)
+        stats = Region(probabilities.end, self.heads * self.key_groups * 4)
+        valid = Region(stats.end, (self.ahead + 1) * self.keys * 4)
+        return SharedMemory(query, tiles, staging, probabilities, stats, valid, Region(valid.end, CHUNK))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared.nbytes
