@@ -13,17 +13,22 @@ from torch_attnkit.kernels.cache.problem import Row
 LANES = 32
 ATOM = 16  # heads of an MMA, and keys of one step of P V
 ITEMSIZE = 2  # bytes of an element of Q, of a key and of P
+WORD = 4  # bytes of a float, and of a key's validity
+IN_FLIGHT = 8  # splits that a thread has in flight while it combines, of a vector
+VECTOR = 8  # columns that a thread combines: 16 bytes of results
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Shared memory of a CTA. Rows of Q, K/V tiles and P are not padded: their 16-byte chunks are swizzled."""
+    """Shared memory of a CTA. Rows are not padded: their 16-byte chunks are swizzled."""
 
-    query: Region  # (heads, D)
+    query: Region  # (heads, D), until it is in registers
+    partials: Region  # over query: (warps, heads, keys), scores over each warp's columns
     tiles: Region  # (stages, keys, D) of 16-bit rows, (1, keys, D) of dequantised ones
     staging: Region  # (stages, keys): encoded rows
     probabilities: Region  # (heads, keys)
-    stats: Region  # (heads, key groups): row maxima of a tile; in the epilogue row sums
+    factors: Region  # (heads): that rescale O before a tile's product
+    results: Region  # (heads): that make results of O
     valid: Region  # (ahead + 1, keys): whether a key of a tile counts
     flag: Region  # whether this CTA is the last to arrive of those that share a work tile
 
@@ -76,14 +81,19 @@ class Config:
         return self.heads // ATOM
 
     @property
-    def key_groups(self) -> int:
-        """Groups of a tile's keys: for the scores a warp has a group of heads and one of keys."""
-        return self.warps // self.head_groups
+    def columns(self) -> int:
+        """Columns of Q, K, V and O that are a warp's."""
+        return self.dim // self.warps
 
     @property
-    def columns(self) -> int:
-        """Columns of O that a warp has, of all heads."""
-        return self.dim // self.warps
+    def row_lanes(self) -> int:
+        """Lanes of a warp that share a row in the softmax, where a warp has ``heads / warps`` rows with all keys."""
+        return LANES * self.warps // self.heads
+
+    @property
+    def lane_keys(self) -> int:
+        """Neighbouring keys of a row that a lane has there."""
+        return self.keys // self.row_lanes
 
     @property
     def tile_bytes(self) -> int:
@@ -101,7 +111,7 @@ class Config:
 
     @property
     def ahead(self) -> int:
-        """Tiles in flight while one is attended: a stage is read by then, or has been dequantised."""
+        """Tiles in flight while one is attended: a stage of 16-bit rows is read by then, an encoded one was decoded."""
         return self.stages - 1 if self.row.plain else self.stages
 
     @property
@@ -111,12 +121,15 @@ class Config:
     @cached_property
     def shared(self) -> SharedMemory:
         query = Region(0, self.heads * self.pitch)
-        tiles = Region(query.end, (self.stages if self.row.plain else 1) * self.tile_bytes)
+        partials = Region(0, self.warps * self.heads * self.keys * WORD)
+        tiles = Region(max(query.end, partials.end), (self.stages if self.row.plain else 1) * self.tile_bytes)
         staging = Region(tiles.end, self.stages * self.staging_bytes)
         probabilities = Region(staging.end, self.heads * self.keys * ITEMSIZE)
-        stats = Region(probabilities.end, self.heads * self.key_groups * 4)
-        valid = Region(stats.end, (self.ahead + 1) * self.keys * 4)
-        return SharedMemory(query, tiles, staging, probabilities, stats, valid, Region(valid.end, CHUNK))
+        factors = Region(probabilities.end, self.heads * WORD)
+        results = Region(factors.end, self.heads * WORD)
+        valid = Region(results.end, (self.ahead + 1) * self.keys * WORD)
+        flag = Region(valid.end, CHUNK)
+        return SharedMemory(query, partials, tiles, staging, probabilities, factors, results, valid, flag)
 
     @property
     def shared_bytes(self) -> int:

@@ -14,7 +14,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from torch_attnkit.cuda import copies
 from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed
@@ -23,9 +22,8 @@ from torch_attnkit.kernels.cache.decoder import Decoder
 
 from ..arguments import Tensors
 from ..token_keys import Row, WorkTile, held_by
-from .config import ITEMSIZE, LANES, Config
+from .config import ITEMSIZE, LANES, WORD, Config
 
-_WORD = 4  # bytes
 _VALUES = CHUNK // ITEMSIZE  # of a chunk
 
 
@@ -40,11 +38,19 @@ _COPY = {4: op.copy_4_async, 8: _copy_8_async, 16: op.copy_16_async}
 
 
 @dsl_user_op
-def _shared_words(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
+def shared_words(count: int, address: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Int32, ...]:
     """1, 2 or 4 aligned words of shared memory."""
     words = ",".join(f"${i}" for i in range(count))
     form = f"ld.shared.v{count}.b32 {{{words}}}" if count > 1 else "ld.shared.b32 $0"
     return asm([Int32] * count, [address], f"{form}, [${count}];", memory=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_shared_words(address: Int32, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
+    """1, 2 or 4 words to aligned shared memory."""
+    values = ",".join(f"${i + 1}" for i in range(len(words)))
+    form = f"st.shared.v{len(words)}.b32 [$0], {{{values}}}" if len(words) > 1 else "st.shared.b32 [$0], $1"
+    asm(None, [address, *words], f"{form};", memory=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -89,7 +95,7 @@ class KeyLoader(Fixed):
 
     def valid(self, shared: Int32, n: Int32) -> Int32:
         """Address of tile n's validity, a word a key."""
-        return self.c.shared.valid.at(shared) + n % (self.c.ahead + 1) * (self.c.keys * _WORD)
+        return self.c.shared.valid.at(shared) + n % (self.c.ahead + 1) * (self.c.keys * WORD)
 
     def tile(self, shared: Int32, n: Int32) -> Int32:
         """Address of K/V tile n."""
@@ -181,14 +187,11 @@ class KeyLoader(Fixed):
 
     def _decode_nope(self, divisor: Any, row: Int32, chunk: Int32, at: Int32) -> None:
         nbytes = _VALUES * self.decoder.bits // 8
-        codes = list(_shared_words(nbytes // _WORD, row + chunk * nbytes))
+        codes = list(shared_words(nbytes // WORD, row + chunk * nbytes))
         byte = _shared_byte(row + self.c.row.layout.scales + chunk * _VALUES // self.c.row.block)
-        self._store(at, self.decoder.nope(codes, byte, divisor))
+        store_shared_words(at, self.decoder.nope(codes, byte, divisor))
 
     def _decode_rope(self, row: Int32, chunk: Int32, at: Int32) -> None:
         first = row + (chunk - self.c.row.nope_dim // _VALUES) * CHUNK + self.c.row.layout.rope
-        pairs = [word for i in (0, 8) for word in _shared_words(2, first + i)]
-        self._store(at, self.decoder.rope(pairs))
-
-    def _store(self, at: Int32, words: list[Any]) -> None:
-        copies.store_words(at, words, cute.AddressSpace.smem)
+        pairs = [word for i in (0, 8) for word in shared_words(2, first + i)]
+        store_shared_words(at, self.decoder.rope(pairs))

@@ -10,7 +10,7 @@ from torch_attnkit.cuda.smem import RESERVED
 
 from ..problem import Problem
 from ..sm90.plan import ALIGNED, LEAST_BYTES, Plan, share
-from .config import Config
+from .config import IN_FLIGHT, LANES, VECTOR, Config
 
 __all__ = ["DTYPES", "LEAST_BYTES", "TILES", "plan"]
 
@@ -31,13 +31,13 @@ class Tile(NamedTuple):
 # D, a multiple of 128: tiles of few heads and of many. None is timed on the GPUs that they are for.
 TILES: dict[int, tuple[Tile, ...]] = {
     128: (Tile(16, 32, 4), Tile(32, 32, 4)),
-    256: (Tile(16, 32, 4), Tile(32, 32, 8)),
-    512: (Tile(16, 32, 4), Tile(32, 32, 8)),
+    256: (Tile(16, 32, 8), Tile(32, 32, 8)),
+    512: (Tile(16, 32, 8), Tile(32, 32, 8)),
 }
 # Microseconds, modelled, never measured: of a launch, of a work tile beside its keys, of a tile of 32 keys of 512
-# columns by its heads; of joining splits, and of each megabyte that the last CTA reads of them.
+# columns by its heads; of joining splits, and of each time that the last CTA waits for them.
 _START, _WORK_TILE, _TILE = 4.0, 2.0, {16: 1.0, 32: 1.5}
-_JOIN, _MEGABYTE = 2.0, 10.0
+_JOIN, _WAIT = 2.0, 0.7
 
 
 def _sizes(problem: Problem, tile: Tile, stages: int, split_kv: bool) -> dict[str, Any]:
@@ -65,7 +65,8 @@ def cost(problem: Problem, tile: Tile, groups: int, slots: int) -> float:
     tiles = -(-share(p.keys, groups) // tile.keys)
     join = 0.0
     if groups > 1:
-        join = _JOIN + _MEGABYTE * groups * min(tile.heads, p.heads) * p.dim * 4e-6
+        vectors = min(tile.heads, p.heads) * p.dim // VECTOR
+        join = _JOIN + _WAIT * -(-groups // IN_FLIGHT) * -(-vectors // (LANES * tile.warps))
     return _START + -(-work // slots) * (_WORK_TILE + tiles * _TILE[tile.heads] * p.dim / 512) + join
 
 
