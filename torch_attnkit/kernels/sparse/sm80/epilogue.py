@@ -114,12 +114,12 @@ class Epilogue(Fixed):
             stats = [op.load_2_floats(a + c.split.stat_at(row)) for a in at]
             news: list[list[Any]] = [
                 [
-                    memory_ops.load_4_floats_if(a + c.split.output_at(row, column + 4 * x), Int32(there))
-                    for a, there in zip(at, counts, strict=True)
+                    memory_ops.load_4_floats_if(a + c.split.output_at(row, column + 4 * x), Int32(valid))
+                    for a, valid in zip(at, counts, strict=True)
                 ]
                 for x in range(len(parts))
             ]
-            maxima = [cutlass.select_(there, s[0], Float32(-_INF)) for there, s in zip(counts, stats, strict=True)]
+            maxima = [cutlass.select_(valid, s[0], Float32(-_INF)) for valid, s in zip(counts, stats, strict=True)]
             old_max, old_sum = row_max, row_sum
             for part, new in zip(parts, news, strict=True):
                 row_max, row_sum = join(part, old_max, old_sum, maxima, [s[1] for s in stats], new)

@@ -103,12 +103,12 @@ class SparseMma:
             ahead = Int32(n + 1)
             row = self._row(tensors, keys, ahead, self._entry(tensors, scalars, keys, tile, ahead))
         cute.arch.cp_async_wait_group(c.ahead)
-        cute.arch.barrier()
+        cute.arch.barrier()  # Q has come
         w = self.mainloop.fragments(shared)
         for n in cutlass.range(tiles, unroll=1):
             cute.arch.cp_async_wait_group(c.ahead - 1)
             cute.arch.barrier()
-            if const_expr(not c.row.plain):  # the CTA's barrier is behind every lane's wait, too
+            if const_expr(not c.row.plain):  # what other lanes copied has come, too
                 loader.decode(divisor, shared, n)
                 cute.arch.sync_warp()  # all lanes have read the stage
             ahead = n + c.ahead

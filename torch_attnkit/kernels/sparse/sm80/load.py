@@ -162,9 +162,9 @@ class KeyLoader(Fixed):
         """Dequantise the warp's rows of tile n, which have come, into the K/V tile."""
         c = self.c
         staged, tile = self._staged(shared, n), self.tile(shared, n) + self._first() * c.pitch
-        at_once = const_expr(max(1, LANES // c.chunks))  # rows
-        for first in cutlass.range(0, self.rows, at_once, unroll=1):
-            for t in cutlass.range_constexpr(at_once * c.chunks // LANES):
+        rows = const_expr(max(1, LANES // c.chunks))  # that lanes have side by side
+        for first in cutlass.range(0, self.rows, rows, unroll=1):
+            for t in cutlass.range_constexpr(rows * c.chunks // LANES):
                 down, chunk = self._position(t)
                 own = first + down
                 at = tile + own * c.pitch + swizzled(self._first() + own, chunk)

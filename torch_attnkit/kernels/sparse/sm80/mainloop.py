@@ -196,8 +196,11 @@ class Mainloop(Fixed):
         for factor in factors[1:]:
             changed = changed | (factor != 1.0)
         if cute.arch.vote_any_sync(changed):
-            for i in cutlass.range_constexpr(cute.size(w.rO)):
-                w.rO[i] = w.rO[i] * factors[i // 2 % len(factors)]
+            self._multiply_rows(w.rO, factors)
+
+    def _multiply_rows(self, rO: cute.Tensor, factors: list[Float32]) -> None:
+        for i in range(cute.size(rO)):
+            rO[i] = rO[i] * factors[i // 2 % len(factors)]
 
     def rows(self, w: Fragments) -> list[tuple[int, int, Int32]]:
         """(head group, which of this lane's two, row) of O in registers."""
