@@ -55,13 +55,13 @@ def test_shared_work_runs_at_the_same_time(tokens, heads, listed, sms):
 
 def test_few_tokens_are_split_and_many_are_not():
     one, long = (plan(dataclasses.replace(ONE, listed=listed), 82) for listed in (512, 8192))
-    assert one.groups > 4 and long.concurrent * long.groups > 70
-    assert one.sizes["heads"] == 16  # more CTAs
+    assert one.concurrent * one.groups > 41 and long.concurrent * long.groups > 70
+    assert one.sizes["heads"] == 8  # more CTAs
     many = plan(dataclasses.replace(ONE, tokens=4096), 82)
     assert many.groups == 1 and many.sizes["heads"] == 32  # each key is loaded for more heads
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [8, 16, 64])
 @pytest.mark.parametrize("dim", TILES)
 @pytest.mark.parametrize("format", kv_cache.FORMATS)
 @pytest.mark.parametrize("rope", [0, 64, 128, 448, 512])
@@ -74,7 +74,7 @@ def test_shared_memory_fits(dim, format, rope, heads):
     assert c.shared.tiles.offset % 128 == 0 and c.shared.staging.offset % 16 == 0 and c.shared.valid.offset % 16 == 0
     # What lanes have: whole rows or whole chunks of a copy, 32 columns of O of four groups, and two or more keys.
     assert c.keys % c.warps == 0 and c.keys // c.warps * c.chunks % 32 == 0
-    assert c.columns % 32 == 0 and c.heads % c.warps == 0 and c.lane_keys in (2, 4, 8)
+    assert c.columns % 32 == 0 and c.rows % c.warps == 0 and c.lane_keys in (2, 4, 8)
 
 
 @pytest.mark.sample(11)
@@ -89,13 +89,12 @@ def test_work_is_cut_without_races(case, format, seed, multiprocessors, arch, mo
     given = case() if format == "none" else encoded(case(), format)
     if seed and case is not in_clusters:  # has no lengths: its last page would count
         given = in_pages(given, 7)
-        given.setdefault("compressed_len", None)
     compare(given, given, seed, arch)
 
 
 @pytest.mark.parametrize("heads", [16, 32])
 def test_keys_are_copied_once_and_without_bank_conflicts(heads, monkeypatch):
-    """An MMA reads no row twice, and each copy, product and exchange is of different banks."""
+    """Rows that do not count are not read; copies, products and the exchange of sums wait for no bank."""
     ptx = pytest.importorskip("torch_attnkit.sim.ptx")
     monkeypatch.setattr(driver, "sm_count", lambda device: 1)
     case = dict(

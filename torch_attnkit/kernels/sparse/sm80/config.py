@@ -22,13 +22,13 @@ VECTOR = 8  # columns that a thread combines: 16 bytes of results
 class SharedMemory:
     """Shared memory of a CTA. Rows are not padded: their 16-byte chunks are swizzled."""
 
-    query: Region  # (heads, D), until it is in registers
-    partials: Region  # over query: (warps, heads, keys), scores over each warp's columns
+    query: Region  # (rows, D), until it is in registers
+    partials: Region  # over query: (warps, rows, keys), scores over each warp's columns
     tiles: Region  # (stages, keys, D) of 16-bit rows, (1, keys, D) of dequantised ones
     staging: Region  # (stages, keys): encoded rows
-    probabilities: Region  # (heads, keys)
-    factors: Region  # (heads): that rescale O before a tile's product
-    results: Region  # (heads): that make results of O
+    probabilities: Region  # (rows, keys)
+    factors: Region  # (rows): that rescale O before a tile's product
+    results: Region  # (rows): that make results of O
     valid: Region  # (ahead + 1, keys): whether a key of a tile counts
     flag: Region  # whether this CTA is the last to arrive of those that share a work tile
 
@@ -39,8 +39,8 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class Config:
-    """``heads``: of a work tile, 16 or 32, of which a token's last may have fewer. ``split_kv``: several CTAs share a
-    work tile's keys. ``paged``: (window, entries) caches in pages. ``align``: alignment of cache rows in bytes.
+    """``heads``: of a work tile, 8, 16 or 32; a token's last work tile may have fewer. ``split_kv``: several CTAs share
+    a work tile's keys. ``paged``: (window, entries) caches in pages. ``align``: alignment of cache rows in bytes.
     ``divided``: encoded rows have a global scale."""
 
     dtype: Any
@@ -76,9 +76,14 @@ class Config:
         return self.pitch // CHUNK
 
     @property
-    def head_groups(self) -> int:
-        """Groups of 16 heads, as many as rows of an MMA."""
-        return self.heads // ATOM
+    def rows(self) -> int:
+        """Rows of the products: heads, padded to those of an MMA."""
+        return self.row_groups * ATOM
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 16 rows."""
+        return -(-self.heads // ATOM)
 
     @property
     def columns(self) -> int:
@@ -87,8 +92,8 @@ class Config:
 
     @property
     def row_lanes(self) -> int:
-        """Lanes of a warp that share a row in the softmax, where a warp has ``heads / warps`` rows with all keys."""
-        return LANES * self.warps // self.heads
+        """Lanes of a warp that share a row in the softmax, where a warp has ``rows / warps`` rows with all keys."""
+        return LANES * self.warps // self.rows
 
     @property
     def lane_keys(self) -> int:
@@ -120,13 +125,13 @@ class Config:
 
     @cached_property
     def shared(self) -> SharedMemory:
-        query = Region(0, self.heads * self.pitch)
-        partials = Region(0, self.warps * self.heads * self.keys * WORD)
+        query = Region(0, self.rows * self.pitch)
+        partials = Region(0, self.warps * self.rows * self.keys * WORD)
         tiles = Region(max(query.end, partials.end), (self.stages if self.row.plain else 1) * self.tile_bytes)
         staging = Region(tiles.end, self.stages * self.staging_bytes)
-        probabilities = Region(staging.end, self.heads * self.keys * ITEMSIZE)
-        factors = Region(probabilities.end, self.heads * WORD)
-        results = Region(factors.end, self.heads * WORD)
+        probabilities = Region(staging.end, self.rows * self.keys * ITEMSIZE)
+        factors = Region(probabilities.end, self.rows * WORD)
+        results = Region(factors.end, self.rows * WORD)
         valid = Region(results.end, (self.ahead + 1) * self.keys * WORD)
         flag = Region(valid.end, CHUNK)
         return SharedMemory(query, partials, tiles, staging, probabilities, factors, results, valid, flag)

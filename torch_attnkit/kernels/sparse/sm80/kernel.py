@@ -7,7 +7,7 @@ entries); K is V, shared by all heads.
                 products, Q and O of these in registers, and some heads for the softmax
                 results, or a split in the workspace that the last CTA to arrive combines (epilogue.py)
 
-Grid: a CTA a work tile, a token with 16 or 32 of its heads; ``split_kv``: ``groups`` CTAs, each with a share of the
+Grid: a CTA a work tile, a token with 8, 16 or 32 of its heads; ``split_kv``: ``groups`` CTAs, each with a share of the
 keys. There are no roles, no mbarriers and no clusters. Of a tile all threads of the CTA arrive at these barriers:
 
     tile     every thread's cp.async.wait_group is before it; nobody reads the tile before, or its P, any more

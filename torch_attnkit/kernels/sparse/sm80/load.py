@@ -69,7 +69,7 @@ def load_query(config: cutlass.Constexpr, tensors: Tensors, tile: WorkTile, shar
     c, q, thread = config, tensors.q, cute.arch.thread_idx()[0]
     row_bytes = Int64(q.stride[1]) * ITEMSIZE
     first = q.iterator.toint() + Int64(q.stride[0]) * tile.token * ITEMSIZE + row_bytes * tile.head
-    for n in cutlass.range_constexpr(c.heads * c.chunks // c.threads):
+    for n in cutlass.range_constexpr(c.rows * c.chunks // c.threads):
         i = thread + n * c.threads
         head, chunk = i // c.chunks, i % c.chunks
         source = first + row_bytes * cutlass.min(head, tile.heads - 1) + chunk * CHUNK

@@ -1,8 +1,8 @@
 """Both products and the online softmax of a K/V tile by ``mma.sync``; K is V, so one tile in shared memory serves both.
 
-    scores   a warp has all heads and keys, and ``columns`` of D: Q of these in registers, partial sums to shared memory
-    softmax  a warp has a few heads with all keys: adds the warps' sums, online softmax, P in 16 bits to shared memory
-    O        a warp has all heads, and its ``columns`` of D again: rescaled, then O += P V
+    scores   a warp has all rows and keys, and ``columns`` of D: Q of these in registers, partial sums to shared memory
+    softmax  a warp has a few rows with all keys: adds the warps' sums, online softmax, P in 16 bits to shared memory
+    O        a warp has all rows, and its ``columns`` of D again: rescaled, then O += P V
 
 CTA barriers of a tile: partial sums are there; P and the factors are. The one at which the next tile has come is the
 kernel's. A warp reads no columns of a tile but its own, and each of them once for either product.
@@ -35,13 +35,13 @@ _SEGMENT = _COLUMNS * WORD  # bytes of partial sums that four lanes have of a ro
 
 @dataclass
 class Fragments(Fixed):
-    """Registers of a warp. In products lane l has row l / 4 of each 16 heads, and the one 8 below."""
+    """Registers of a warp. Rows are heads: in products lane l has row l / 4 of each 16, and the one 8 below."""
 
     lane: Int32
     row: Int32  # the head of this lane's in the softmax
     part: Int32  # which of the row's lanes this is
-    rQ: list[tuple[Int32, ...]]  # (columns / 16, head groups) operands
-    rO: cute.Tensor  # (4, head groups, columns / 8)
+    rQ: list[tuple[Int32, ...]]  # (columns / 16, row groups) operands
+    rO: cute.Tensor  # (4, row groups, columns / 8)
     row_max: cute.Tensor  # (1), of ``row``: in powers of two, as subtracted
     row_sum: cute.Tensor  # (1), of this lane's keys of ``row``
 
@@ -54,7 +54,7 @@ class Mainloop(Fixed):
     def fragments(self, shared: Int32) -> Fragments:
         """Q is in shared memory; nobody writes over it before a barrier behind this."""
         c, lane, warp = self.c, cute.arch.lane_idx(), cute.arch.warp_idx()
-        rO = cute.make_rmem_tensor(cute.make_layout((4, c.head_groups, c.columns // _COLUMNS)), Float32)
+        rO = cute.make_rmem_tensor(cute.make_layout((4, c.row_groups, c.columns // _COLUMNS)), Float32)
         row_max, row_sum = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         rO.fill(0.0)
         row_max.fill(-_INF)
@@ -64,15 +64,15 @@ class Mainloop(Fixed):
         rQ = [
             op.ldmatrix_x4(sQ + m * ATOM * c.pitch + self._chunk(offsets, k))
             for k in range(c.columns // ATOM)
-            for m in range(c.head_groups)
+            for m in range(c.row_groups)
         ]
-        row = warp * (c.heads // c.warps) + lane // c.row_lanes
+        row = warp * (c.rows // c.warps) + lane // c.row_lanes
         return Fragments(lane, row, lane % c.row_lanes, rQ, rO, row_max, row_sum)
 
     def by_head(self, region: Region, shared: Int32) -> cute.Tensor:
-        """(heads)"""
+        """(rows)"""
         at = cute.make_ptr(Float32, region.at(shared), cute.AddressSpace.smem, assumed_align=4)
-        return cute.make_tensor(at, cute.make_layout(self.c.heads))
+        return cute.make_tensor(at, cute.make_layout(self.c.rows))
 
     @cute.jit
     def tile(self, scalars: Scalars, w: Fragments, shared: Int32, sKV: Int32, valid: Int32):
@@ -96,23 +96,23 @@ class Mainloop(Fixed):
 
     def _partials(self, shared: Int32, warp: Any, row: Int32) -> Int32:
         """Address of a warp's sums of a row."""
-        return self.c.shared.partials.at(shared) + (warp * self.c.heads + row) * (self.c.keys * WORD)
+        return self.c.shared.partials.at(shared) + (warp * self.c.rows + row) * (self.c.keys * WORD)
 
     @cute.jit
     def _multiply_keys(self, w: Fragments, shared: Int32, sK: Int32):
         """Q K' over the warp's columns, to shared memory."""
         c, lane = self.c, w.lane
         n_tiles = const_expr(c.keys // _COLUMNS)
-        rS = cute.make_rmem_tensor(cute.make_layout((4, c.head_groups, n_tiles)), Float32)
+        rS = cute.make_rmem_tensor(cute.make_layout((4, c.row_groups, n_tiles)), Float32)
         rS.fill(0.0)
         key = lane // ATOM * 8 + lane % 8
         at, offsets = sK + key * c.pitch, self._offsets(key, lane // 8 % 2)
         for k in cutlass.range_constexpr(c.columns // ATOM):
             for n in cutlass.range_constexpr(0, n_tiles, 2):
                 rK = op.ldmatrix_x4(at + n * _COLUMNS * c.pitch + self._chunk(offsets, k))
-                for m in cutlass.range_constexpr(c.head_groups):
-                    self._multiply(w.rQ[k * c.head_groups + m], rK, rS, m, n)
-        for m in cutlass.range_constexpr(c.head_groups):
+                for m in cutlass.range_constexpr(c.row_groups):
+                    self._multiply(w.rQ[k * c.row_groups + m], rK, rS, m, n)
+        for m in cutlass.range_constexpr(c.row_groups):
             for r in cutlass.range_constexpr(2):
                 row = m * ATOM + lane // 4 + 8 * r
                 sums = self._partials(shared, cute.arch.warp_idx(), row) + lane % 4 * (2 * WORD)
@@ -203,11 +203,11 @@ class Mainloop(Fixed):
             rO[i] = rO[i] * factors[i // 2 % len(factors)]
 
     def rows(self, w: Fragments) -> list[tuple[int, int, Int32]]:
-        """(head group, which of this lane's two, row) of O in registers."""
-        return [(m, r, m * ATOM + w.lane // 4 + 8 * r) for m in range(self.c.head_groups) for r in range(2)]
+        """(row group, which of this lane's two, row) of O in registers."""
+        return [(m, r, m * ATOM + w.lane // 4 + 8 * r) for m in range(self.c.row_groups) for r in range(2)]
 
     def of_rows(self, w: Fragments, values: cute.Tensor) -> list[Float32]:
-        """What ``values`` (heads) has for each of ``rows``."""
+        """What ``values`` (rows) has for each of ``rows``."""
         return [values[row] for _, _, row in self.rows(w)]
 
     @cute.jit
@@ -216,9 +216,9 @@ class Mainloop(Fixed):
         key = lane % ATOM
         at, offsets = sV + key * c.pitch, self._offsets(key, lane // ATOM)
         for k in cutlass.range_constexpr(c.keys // ATOM):
-            rows = [m * ATOM + lane % ATOM for m in range(c.head_groups)]
+            rows = [m * ATOM + lane % ATOM for m in range(c.row_groups)]
             rP = [op.ldmatrix_x4(self._p_chunk(shared, row, 2 * k + lane // ATOM)) for row in rows]
             for n in cutlass.range_constexpr(c.columns // ATOM):
                 rV = op.ldmatrix_x4(at + k * ATOM * c.pitch + self._chunk(offsets, n), transposed=True)
-                for m in cutlass.range_constexpr(c.head_groups):
+                for m in cutlass.range_constexpr(c.row_groups):
                     self._multiply(rP[m], rV, w.rO, m, 2 * n)

@@ -28,15 +28,16 @@ class Tile(NamedTuple):
     warps: int
 
 
-# D, a multiple of 128: tiles of few heads and of many. None is timed on the GPUs that they are for.
+# D, a multiple of 128: tiles of few heads to many. With 8, of the 16 rows of an MMA, a token's keys are copied for more
+# CTAs, and splits are combined by more. None is timed on the GPUs that they are for.
 TILES: dict[int, tuple[Tile, ...]] = {
-    128: (Tile(16, 32, 4), Tile(32, 32, 4)),
-    256: (Tile(16, 32, 8), Tile(32, 32, 8)),
-    512: (Tile(16, 32, 8), Tile(32, 32, 8)),
+    128: (Tile(8, 32, 4), Tile(16, 32, 4), Tile(32, 32, 4)),
+    256: (Tile(8, 32, 8), Tile(16, 32, 8), Tile(32, 32, 8)),
+    512: (Tile(8, 32, 8), Tile(16, 32, 8), Tile(32, 32, 8)),
 }
 # Microseconds, modelled, never measured: of a launch, of a work tile beside its keys, of a tile of 32 keys of 512
 # columns by its heads; of joining splits, and of each time that the last CTA waits for them.
-_START, _WORK_TILE, _TILE = 4.0, 2.0, {16: 1.0, 32: 1.5}
+_START, _WORK_TILE, _TILE = 4.0, 2.0, {8: 1.0, 16: 1.0, 32: 1.5}
 _JOIN, _WAIT = 2.0, 0.7
 
 
@@ -46,6 +47,12 @@ def _sizes(problem: Problem, tile: Tile, stages: int, split_kv: bool) -> dict[st
         dim=p.dim, **tile._asdict(), stages=stages, split_kv=split_kv, paged=(p.near_paged, p.far_paged),
         format=p.format, rope_dim=p.rope_dim, align=p.align, divided=p.divided,
     )  # fmt: skip
+
+
+def _tiles(problem: Problem) -> list[Tile]:
+    """Those that are not padded by a whole tile of fewer heads."""
+    least, *more = TILES[problem.dim]
+    return [least, *(tile for tile in more if 2 * problem.heads > tile.heads)]
 
 
 def _stages(problem: Problem, tile: Tile) -> tuple[int, int]:
@@ -73,7 +80,7 @@ def cost(problem: Problem, tile: Tile, groups: int, slots: int) -> float:
 def plan(problem: Problem, sms: int) -> Plan:
     """The plan of a launch on ``sms`` multiprocessors."""
     p, found = problem, []
-    for tile in TILES[p.dim][: 1 if p.heads <= TILES[p.dim][0].heads else None]:
+    for tile in _tiles(p):
         stages, per_sm = _stages(p, tile)
         work, slots = p.tokens * -(-p.heads // tile.heads), sms * per_sm
         most = max(1, min(slots // work, -(-p.keys // ALIGNED)))
