@@ -87,7 +87,7 @@ def test_the_page_of_gpus_says_what_the_table_says():
         expected.setdefault(arch, set()).add(f"{major}.{minor}")
     assert {arch: found for arch, found in named.items() if arch in NVIDIA} == expected
 
-    lists = re.findall(r"^- (.*?)(?=^-|^$)", text.partition("## What has no kernel")[2], re.M | re.S)
+    lists = re.findall(r"^- (.*?)(?=^-|^$)", text.partition("## What is refused")[2], re.M | re.S)
     lacking = {}
     for one in lists:
         words = re.findall(r"`(\w+)`", one)

@@ -61,6 +61,7 @@ INSTRUCTIONS = {
     # The wait for all but one group of products: where ptxas makes each wait for the last, it is for all.
     ("sparse", "sm90"): ("HGMMA", "LDGSTS", "gsb0, 0x1"),
     ("sparse", "sm100"): ("UTCHMMA", "LDGSTS", "LDTM", "STTM"),
+    **{("sparse_mma", arch): ("HMMA", "LDGSTS", "LDSM") for arch in ("sm80", "sm89", "sm120")},
     ("indexer", "sm90"): ("HGMMA", "UTMALDG"),
     ("indexer_stream", "sm90"): ("HGMMA", "UTMALDG"),
     ("indexer_select", "sm90"): ("HGMMA", "UTMALDG"),

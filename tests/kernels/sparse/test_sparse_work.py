@@ -193,9 +193,10 @@ def late_keys(sign: float) -> dict:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("multiprocessors", [1, 148])
-def test_maxima_begin_with_the_first_key_and_grow(sign, multiprocessors, monkeypatch):
+@pytest.mark.parametrize("arch", ["sm100", "sm120"])
+def test_maxima_begin_with_the_first_key_and_grow(sign, multiprocessors, arch, monkeypatch):
     monkeypatch.setattr(driver, "sm_count", lambda device: multiprocessors)
-    compare(late_keys(sign), late_keys(sign), 1, "sm100")
+    compare(late_keys(sign), late_keys(sign), 1, arch)
 
 
 def four_tiles(heads: int) -> dict:
@@ -290,7 +291,7 @@ def test_ends_of_lists_cost_nothing(monkeypatch):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
 @pytest.mark.parametrize("listed", [True, False])
 def test_wild_indices_name_no_keys(listed, arch):
     """Ends and lengths become those of the cache; a request or an entry that is not there has no keys."""
@@ -317,7 +318,7 @@ def test_wild_indices_name_no_keys(listed, arch):
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+@pytest.mark.parametrize("arch", ["sm89", "sm90", "sm100"])
 @pytest.mark.parametrize("format", ["none", "fp8"])
 def test_wild_tables_name_no_pages(format, arch):
     """A key in a page that is not there has no part in the result, and nothing is read for it."""

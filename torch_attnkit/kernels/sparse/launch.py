@@ -17,6 +17,7 @@ from torch_attnkit.kernels.fp4.problem import Rotated
 from torch_attnkit.kernels.scores import LOG2_E, MOST
 
 from .problem import DenseResults, Fp4Results, Operands, Problem, QuantisedProblem
+from .sm80 import plan as ampere
 from .sm90 import plan as hopper
 from .sm100 import plan as blackwell
 
@@ -30,9 +31,10 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     p = problem
     if p.tokens == 0 or p.heads == 0:
         return lambda operands: None
-    plan: Any = hopper if target.arch == "sm90" else blackwell
+    plan: Any = {"sm90": hopper, "sm100": blackwell}.get(target.arch, ampere)
     cut = plan.plan(p, driver.sm_count(p.device))
-    run = compile.launcher(target, p.device, trace, dtype=short(p.dtype), **cut.sizes)
+    kernel = trace_mma if plan is ampere else trace
+    run = compile.launcher(target, p.device, kernel, dtype=short(p.dtype), **cut.sizes)
     entries = p.entries if p.requests else 0
     scalars = (
         p.factor * LOG2_E, _RESCALE_THRESHOLD if p.normalize else 0.0, min(p.window, MOST), entries,
@@ -85,12 +87,12 @@ def quantised_launcher(problem: QuantisedProblem, target: Target) -> Callable[[O
 
 
 def _apart(problem: Problem, target: Target) -> bool:
-    """Whether a second launch quantises.
+    """Whether a second launch quantises: always by ``mma.sync``, never on Blackwell.
 
     Where a Hopper CTA has a work tile to itself, quantising in the epilogue idles its tensor cores: 17,000 cycles a
     work tile on an H200, 13,000 for MXFP4. Where CTAs split the keys, each quantises a share of the rows."""
     if target.arch != "sm90":
-        return False
+        return target.arch != "sm100"
     shared: bool = hopper.plan(problem, driver.sm_count(problem.device)).sizes["split_kv"]
     return not shared
 
@@ -121,3 +123,10 @@ def trace(arch: str, **signature: Any) -> compile.Traced:
     from .sm100 import kernel as blackwell_kernel
 
     return blackwell_kernel.trace(arch, **signature)
+
+
+def trace_mma(arch: str, **signature: Any) -> compile.Traced:
+    """``sm80/kernel.py``, for sm80, sm89 and sm120."""
+    from .sm80 import kernel
+
+    return kernel.trace(arch, **signature)

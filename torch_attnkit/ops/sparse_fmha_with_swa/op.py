@@ -21,6 +21,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels import sparse
 from torch_attnkit.kernels.sparse import metal
+from torch_attnkit.kernels.sparse.sm80 import plan as sm80
 from torch_attnkit.kernels.sparse.sm90 import plan as sm90
 from torch_attnkit.kernels.sparse.sm100 import plan as sm100
 from torch_attnkit.oracle import meanings, rules, shards
@@ -145,6 +146,14 @@ OP = Op(
             "f32 f16 bf16",
             {"D": metal.DIMS},
             "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
+        ),
+        Kernel(
+            "sm80 sm89 sm120",
+            sm80.DTYPES,
+            {"D": tuple(sm80.TILES)},
+            "compressed topk compressed_len request_ids swa_paged compressed_paged sink unnormalized",
+            _ROWS,
+            launcher=sparse.NVIDIA,
         ),
         Kernel(
             "sm90",
