@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_attnkit
+from torch_attnkit.served.models import MODELS, Experts
 from torch_attnkit.sim import ptx
 from torch_attnkit.sim.ptx import counters
 
-HIDDEN, HEADS, KV_HEADS, DIM, WINDOW, EXPERTS, TOPK, WIDTH, BLOCK = 2880, 64, 8, 64, 128, 32, 4, 2880, 32
-LAYERS = 24
+MODEL = MODELS["gpt-oss-20b"]
+LAYERS = 24  # half of them with each window
+BLOCK = 32  # of MXFP4
 SECTOR = 32  # bytes
 BF16 = torch.bfloat16
 
@@ -45,40 +47,40 @@ def size(*tensors: torch.Tensor) -> int:
 
 def steps(keys: int) -> Iterator[Step]:
     """Those of one token behind ``keys`` others, in bf16 with experts in MXFP4."""
-    heads, kv = (torch.randn(1, n, DIM).to(BF16) for n in (HEADS, KV_HEADS))
-    cache = [torch.randn(1, KV_HEADS, keys, DIM).to(BF16) for _ in range(2)]
-    sink, length = torch.randn(HEADS), torch.tensor([keys], dtype=torch.int32)
-    angles = [torch.randn(1, 1, DIM // 2).to(BF16) for _ in range(2)]
+    a, e = MODEL.attention, MODEL.experts
+    assert a is not None and e is not None
+    heads, kv = (torch.randn(1, n, a.dim).to(BF16) for n in (a.heads, a.kv_heads))
+    cache = [torch.randn(1, a.kv_heads, keys, a.dim).to(BF16) for _ in range(2)]
+    sink, length = torch.randn(a.heads), torch.tensor([keys], dtype=torch.int32)
+    angles = [torch.randn(1, 1, a.dim // 2).to(BF16) for _ in range(2)]
     slot = torch.tensor([keys - 1], dtype=torch.int32)
     append = (heads, kv, kv.clone(), *cache, *angles, slot, sink.to(BF16))
     yield Step("rope_kv_cache_append", "", LAYERS, append, {}, size(heads, heads, kv, kv, kv, kv, *angles, sink))
-    for window in (-1, WINDOW):
+    for window in sorted(a.windows):
         seen = keys if window < 0 else window
-        moved = size(heads, heads, sink) + 2 * KV_HEADS * seen * DIM * BF16.itemsize
+        moved = size(heads, heads, sink) + 2 * a.kv_heads * seen * a.dim * BF16.itemsize
         kind = "all keys" if window < 0 else f"window {window}"
         yield Step("sdpa_decode", kind, LAYERS // 2, (heads, *cache, length, sink), {"window": window}, moved)
     x, weight, bias = (
-        torch.randn(1, HEADS * DIM).to(BF16),
-        torch.randn(HIDDEN, HEADS * DIM).to(BF16),
-        torch.randn(HIDDEN).to(BF16),
+        torch.randn(*shape).to(BF16) for shape in ((1, a.heads * a.dim), (e.hidden, a.heads * a.dim), (e.hidden,))
     )
-    yield Step("linear_decode", "from heads", LAYERS, (x, weight, bias), {}, size(x, weight, bias) + HIDDEN * 2)
-    logits = torch.randn(1, EXPERTS).to(BF16)
-    yield Step("route_softmax", "", LAYERS, (logits,), {"topk": TOPK}, size(logits) + TOPK * 8)
-    yield experts()
+    yield Step("linear_decode", "from heads", LAYERS, (x, weight, bias), {}, size(x, weight, bias) + e.hidden * 2)
+    logits = torch.randn(1, e.count).to(BF16)
+    yield Step("route_softmax", "", LAYERS, (logits,), {"topk": e.topk}, size(logits) + e.topk * 8)
+    yield experts(e)
 
 
-def experts() -> Step:
+def experts(e: Experts) -> Step:
     def packed(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8)
-        return codes, torch.randint(118, 124, (EXPERTS, rows, columns // BLOCK), dtype=torch.uint8)
+        codes = torch.randint(0, 256, (e.count, rows, columns // 2), dtype=torch.uint8)
+        return codes, torch.randint(118, 124, (e.count, rows, columns // BLOCK), dtype=torch.uint8)
 
-    x, weights = torch.randn(1, HIDDEN).to(BF16), torch.rand(1, TOPK)
-    chosen = torch.randperm(EXPERTS)[:TOPK].view(1, TOPK).int()
-    matrices = (*packed(2 * WIDTH, HIDDEN), *packed(HIDDEN, WIDTH))
-    biases = torch.randn(EXPERTS, 2 * WIDTH).to(BF16), torch.randn(EXPERTS, HIDDEN).to(BF16)
-    options = dict(format="mxfp4", swiglu="gptoss", limit=7.0, interleaved=True)
-    moved = size(*matrices, *biases) * TOPK // EXPERTS + 2 * size(x)
+    x, weights = torch.randn(1, e.hidden).to(BF16), torch.rand(1, e.topk)
+    chosen = torch.randperm(e.count)[: e.topk].view(1, e.topk).int()
+    matrices = (*packed(2 * e.width, e.hidden), *packed(e.hidden, e.width))
+    biases = torch.randn(e.count, 2 * e.width).to(BF16), torch.randn(e.count, e.hidden).to(BF16)
+    options = dict(format="mxfp4", swiglu=e.swiglu, limit=e.limit, interleaved=e.interleaved)
+    moved = size(*matrices, *biases) * e.topk // e.count + 2 * size(x)
     return Step("fp4_moe", "", LAYERS, (x, weights, chosen, *matrices, None, None, *biases), options, moved)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,17 @@ from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.workspace import Workspace
 
 from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
-from .sm80 import plan as ampere
 from .sm90 import plan as hopper
+from .sm90.config import SHARED, SHARED_SMALL
 from .sm100 import plan as blackwell
-from .sm120 import plan as geforce
 
+_AMPERE = partial(hopper.by_mma, shared=SHARED_SMALL, bulk=False)
 _PLANS: dict[str, Callable[[Problem, int], Any]] = {
-    "sm80": ampere.plan,
-    "sm89": ampere.plan,
+    "sm80": _AMPERE,
+    "sm89": _AMPERE,
     "sm90": hopper.plan,
     "sm100": blackwell.plan,
-    "sm120": geforce.plan,
+    "sm120": partial(hopper.by_mma, shared=SHARED_SMALL),
 }
 
 
@@ -128,18 +129,14 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
     """Few tokens an expert on Hopper; any elsewhere."""
-    if arch == "sm90":
+    if arch in ("sm90", "sm120"):
         from .sm90 import kernel_mma
 
-        return kernel_mma.trace(arch, **signature)
+        return kernel_mma.trace(arch, shared=SHARED if arch == "sm90" else SHARED_SMALL, **signature)
     if arch in ("sm80", "sm89"):
-        from .sm80 import kernel as ampere_kernel
+        from .sm80 import kernel as ampere
 
-        return ampere_kernel.trace(arch, **signature)
-    if arch == "sm120":
-        from .sm120 import kernel as geforce_kernel
-
-        return geforce_kernel.trace(arch, **signature)
+        return ampere.trace(arch, **signature)
     from .sm100 import kernel
 
     return kernel.trace(arch, **signature)

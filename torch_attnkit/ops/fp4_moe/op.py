@@ -161,10 +161,9 @@ OP = Op(
     apart="Tq",
     kernels=(
         Kernel("sm90", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),
-        Kernel("sm120", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),
+        Kernel("sm80 sm89 sm120", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),
         Kernel("cpu", "bf16 f16 f32", {}, _ALL),
         Kernel("mps", metal.DTYPES, {}, _ALL, launcher=grouped_gemm.METAL),
         Kernel("sm100", "bf16 f16", {}, _ALL, _SM100, launcher=grouped_gemm.NVIDIA),
-        Kernel("sm80 sm89", "bf16 f16", {}, _ALL, _SM90, launcher=grouped_gemm.NVIDIA),
     ),
 )

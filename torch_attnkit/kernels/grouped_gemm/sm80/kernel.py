@@ -79,33 +79,13 @@ class TileScheduler(NamedTuple):
         return WorkTile(expert, row, columns, rest // size)
 
 
-class StageMainloop(MmaMainloop):
-    """Hopper's, a stage at a time."""
-
-    @cute.jit
-    def stage(self, rSum: cute.Tensor, columns: Int32, left: Int32, slot: Int32, shared: MmaSmem, warp: Int32):
-        """The products of a stage for a work tile of ``columns`` tokens; ``left``: spans of K from the stage on."""
-        c, own = self.c, const_expr(self.spans)
-        padded, ours = width_of(c, columns), left - warp // c.row_warps * own
-        addrs = self._lane_addrs(shared, slot, warp)
-        for width in cutlass.range_constexpr(len(c.widths)):
-            groups = const_expr(c.widths[width])
-            if padded == 8 * groups:
-                if ours >= own:
-                    for span in cutlass.range_constexpr(own):
-                        self._span(rSum, groups, addrs, span)
-                else:
-                    for span in cutlass.range(ours, unroll=1):
-                        self._span(rSum, groups, addrs, span)
-
-
 class Gemm:
     """One of the two."""
 
     def __init__(self, config: Config, which: int, epilogue: Any):
         assert config.stages > 1
         self.c, self.which, self.epilogue = config, which, epilogue
-        self.loader, self.mainloop = StageLoader(config), StageMainloop(config)
+        self.loader, self.mainloop = StageLoader(config), MmaMainloop(config)
 
     def of(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars) -> tuple[Flags, Matrices, cute.Tensor]:
         """The flags, weights and rows of tokens of this GEMM."""
@@ -134,7 +114,7 @@ class Gemm:
                     cute.arch.cp_async_wait_group(c.stages - 2)
                     cute.arch.barrier()
                     self._load(flags, weights, tile, sources, k + c.stages - 1, steps, held, shared, warp)
-                    self.mainloop.stage(rSum, tile.columns, spans - k * (c.stage // SPAN), k % c.stages, shared, warp)
+                    self._multiply(rSum, tile.columns, spans - k * (c.stage // SPAN), k % c.stages, shared, warp)
                 cute.arch.barrier()  # all slots of the ring are free
                 done = tile
                 if tile_idx + 1 < scheduler.count:
@@ -174,6 +154,22 @@ class Gemm:
                 if k + CONSUMERS < steps:
                     self.loader.read_scales(flags, weights, tile, sources, k + CONSUMERS, held)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _multiply(self, rSum: cute.Tensor, columns: Int32, left: Int32, slot: Int32, shared: MmaSmem, warp: Int32):
+        """The products of a stage for a work tile of ``columns`` tokens; ``left``: spans of K from the stage on."""
+        c, own = self.c, const_expr(self.mainloop.spans)
+        padded, ours = width_of(c, columns), left - warp // c.row_warps * own
+        addrs = self.mainloop.lane_addrs(shared, slot, warp)
+        for width in cutlass.range_constexpr(len(c.widths)):
+            groups = const_expr(c.widths[width])
+            if padded == 8 * groups:
+                if ours >= own:
+                    for span in cutlass.range_constexpr(own):
+                        self.mainloop.multiply_span(rSum, groups, addrs, span)
+                else:
+                    for span in cutlass.range(ours, unroll=1):
+                        self.mainloop.multiply_span(rSum, groups, addrs, span)
 
     @cute.jit
     def _end(

@@ -120,15 +120,15 @@ class MmaMainloop:
             if padded == 8 * groups:
                 for k in cutlass.range(whole, unroll=1):
                     ring.wait(n + k)
-                    addrs = self._lane_addrs(shared, ring.slot(n + k), warp)
+                    addrs = self.lane_addrs(shared, ring.slot(n + k), warp)
                     for span in cutlass.range_constexpr(own):
-                        self._span(rSum, groups, addrs, span)
+                        self.multiply_span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
                 for k in cutlass.range(whole, (spans + each - 1) // each, unroll=1):
                     ring.wait(n + k)
-                    addrs = self._lane_addrs(shared, ring.slot(n + k), warp)
+                    addrs = self.lane_addrs(shared, ring.slot(n + k), warp)
                     for span in cutlass.range(spans - k * each - first, unroll=1):
-                        self._span(rSum, groups, addrs, span)
+                        self.multiply_span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
 
     def _release(self, ring: Ring, n: Int32) -> None:
@@ -139,7 +139,7 @@ class MmaMainloop:
         cute.arch.sync_warp()
         ring.release(n)
 
-    def _lane_addrs(self, shared: MmaSmem, stage: Int32, warp: Int32) -> LaneAddrs:
+    def lane_addrs(self, shared: MmaSmem, stage: Int32, warp: Int32) -> LaneAddrs:
         c, lane = self.c, cute.arch.lane_idx()
         stage = op.fresh(stage)  # or each product with it is worked out from the fill's number
         row, quarter = row_of(lane), lane % 4
@@ -156,7 +156,7 @@ class MmaMainloop:
         )
 
     @cute.jit
-    def _span(self, rSum: cute.Tensor, groups: cutlass.Constexpr, addrs: LaneAddrs, span: Any):
+    def multiply_span(self, rSum: cute.Tensor, groups: cutlass.Constexpr, addrs: LaneAddrs, span: Any):
         """A span of the warp's part of a stage."""
         c = self.c
         chunk = ((addrs.quarter + span % 2 * 4) ^ addrs.row) * 16  # of a box's row, as TMA swizzles them
