@@ -20,6 +20,7 @@ from .sm90 import plan as hopper
 from .sm90.config import SHARED, SHARED_SMALL
 from .sm100 import plan as blackwell
 
+_WITH_BULK_COPIES = "sm90", "sm120"  # by ``mma.sync``: the same kernel
 _AMPERE = partial(hopper.by_mma, shared=SHARED_SMALL, bulk=False)
 _PLANS: dict[str, Callable[[Problem, int], Any]] = {
     "sm80": _AMPERE,
@@ -42,6 +43,8 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
         kernel: compile.Trace = trace
         special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
+        if target.arch in _WITH_BULK_COPIES:
+            special["one_launch"] = plan.one_launch
         if plan.token_widths:
             kernel = trace_wgmma
             special = dict(token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
@@ -129,7 +132,7 @@ def _aligned(t: torch.Tensor, nbytes: int = 16) -> torch.Tensor:
 
 def trace(arch: str, **signature: Any) -> compile.Traced:
     """Few tokens an expert on Hopper; any elsewhere."""
-    if arch in ("sm90", "sm120"):
+    if arch in _WITH_BULK_COPIES:
         from .sm90 import kernel_mma
 
         return kernel_mma.trace(arch, shared=SHARED if arch == "sm90" else SHARED_SMALL, **signature)

@@ -177,7 +177,8 @@ class Gemm:
         tokens: TileTokens, warp: Int32,
     ):  # fmt: skip
         """The epilogue of a tile; of the second GEMM also the sums of tokens whose last results these are."""
-        self.epilogue.run(tensors, scalars, rSum, tile, tokens, tile_idx, shared, warp)
+        bias = self.epilogue.lane_bias(tensors, scalars, tile, warp)
+        self.epilogue.run(tensors, scalars, rSum, bias, tile, tokens, tile_idx, shared, warp)
         if const_expr(self.which == DOWN):
             sync_consumers()  # all results of the tile are written
             for column in cutlass.range(warp, tile.columns, CONSUMERS, unroll=1):
@@ -194,7 +195,7 @@ class Gemm:
                 last = Int32(1)
         cute.arch.sync_warp()  # what lane 0 acquired is there for all
         if cute.arch.shuffle_sync(last, 0) != 0:
-            self.epilogue.add_up(tensors, token, tile.row * self.c.rows, lane * 4)
+            self.epilogue.add_up(tensors, [token], [Int32(1)], tile.row * self.c.rows, lane * 4)
 
 
 class Experts:

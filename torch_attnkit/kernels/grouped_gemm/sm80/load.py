@@ -136,19 +136,21 @@ class TileTokens(Fixed):
 
     @cute.jit
     def load(self, tensors: Tensors, tile_idx: Int32, tile: WorkTile, factor: Float32, which: cutlass.Constexpr):
-        """By a warp, a token a lane. What is written is read behind the barriers of the tile's stages."""
+        """By a warp, a token a lane, zeros behind the last. What is written is read behind the barriers of the tile's
+        stages."""
         lane, top_k = cute.arch.lane_idx(), Int32(tensors.indices.shape[1])
         if lane == 0:
             self.sFactor[tile_idx & 1] = factor
         if const_expr(which == DOWN):
+            slot, weight, choices = Int32(0), Float32(0.0), Int32(0)
             if lane < tile.columns:
-                slot, choices = tensors.order[tile.first + lane], Int32(0)
+                slot = tensors.order[tile.first + lane]
                 token = slot // top_k
+                weight = Float32(tensors.weights[token, slot % top_k])
                 for k in cutlass.range(top_k, unroll=4):
                     choices += cutlass.select_(chosen(tensors, token, k) >= 0, Int32(1), Int32(0))
-                weight = Float32(tensors.weights[token, slot % top_k]).bitcast(Int32)
-                for i, word in enumerate((slot, weight, choices)):
-                    self.sWords[lane, i, tile_idx & 1] = word
+            for i, word in enumerate((slot, weight.bitcast(Int32), choices)):
+                self.sWords[lane, i, tile_idx & 1] = word
 
     def factor(self, tile_idx: Int32) -> Float32:
         return self.sFactor[tile_idx & 1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
@@ -25,7 +25,7 @@ from .config import WARP_ROWS, Config
 from .mainloop_mma import MmaSmem, row_of, sync_consumers
 from .tile_scheduler import TileRing
 
-_IN_FLIGHT = 8  # of a token's results that a thread has on their way
+_TOKENS, _IN_FLIGHT = 2, 4  # which a thread adds up at a time, and results of each that it has on their way
 
 
 @cute.jit
@@ -47,31 +47,42 @@ class SwigluEpilogue:
     def __init__(self, config: Config, rounded: Any = None):
         self.c, self.rounded = config, rounded
 
+    def lane_bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32) -> list[Float32]:
+        """What ``run`` wants, known before the products."""
+        return self.bias(tensors, scalars, tile, tile.row * self.c.features + self._local(warp))
+
     @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: TileRing, tile_idx: Int32,
-        shared: MmaSmem, warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, bias: list[Float32], tile: WorkTile,
+        tiles: TileRing, tile_idx: Int32, shared: MmaSmem, warp: Int32,
     ):  # fmt: skip
+        """``bias``: as ``lane_bias`` has it."""
         lane = cute.arch.lane_idx()
         features = Int32(tensors.up.packed.shape[1]) // 2
-        local = warp * (WARP_ROWS // 2) + row_of(lane)
+        local = self._local(warp)
         feature = tile.row * self.c.features + local
         if warp < self.c.row_warps:
-            factor, addrs = tiles.factor(tile_idx), permuted(feature)
-            bias = self.bias(tensors, scalars, tile, feature)
+            factor, addrs = tiles.factor(tile_idx), Int32(permuted(Uint32(feature)))  # of a signed number it takes 60
             for group in cutlass.range_constexpr(self.c.columns // 8):
-                for j in cutlass.range_constexpr(2):
-                    column = 8 * group + lane % 4 * 2 + j
-                    if column < tile.columns:
-                        gate, up = (rSum[j + 2 * part, group, 0] * factor + bias[part] for part in range(2))
-                        h = self.swiglu(scalars, gate, up)
+                if tile.columns > 8 * group:  # the whole warp, so that its lanes' numbers take turns in the pipelines
+                    gates_and_ups = [
+                        [rSum[j + 2 * part, group, 0] * factor + bias[part] for part in (0, 1)] for j in (0, 1)
+                    ]
+                    results = [self.swiglu(scalars, gate, up) for gate, up in gates_and_ups]
+                    for j in cutlass.range_constexpr(2):
+                        column = 8 * group + lane % 4 * 2 + j
                         if const_expr(self.rounded is not None):
-                            sH = self._shared(shared, column, local)
-                            sH[0] = cutlass.select_(feature < features, h, Float32(0.0))
-                        elif feature < features:
-                            self._store(tensors, tile.first + column, addrs, h)
+                            if column < tile.columns:
+                                sH = self._shared(shared, column, local)
+                                sH[0] = cutlass.select_(feature < features, results[j], Float32(0.0))
+                        elif (column < tile.columns) & (feature < features):
+                            self._store(tensors, tile.first + column, addrs, results[j])
         if const_expr(self.rounded is not None):
             self._round(tensors, scalars, tile, shared, warp * 32 + lane)
+
+    def _local(self, warp: Int32) -> Int32:
+        """A lane's feature of a tile."""
+        return warp * (WARP_ROWS // 2) + row_of(cute.arch.lane_idx())
 
     def _store(self, tensors: Tensors, row: Int32, addrs: Int32, h: Float32) -> None:
         """Rounded to ``x.dtype``, then as bf16 or the sum of two."""
@@ -131,29 +142,38 @@ class TopkEpilogue:
         self.c = config
 
     @cute.jit
+    def lane_bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32):
+        """What ``run`` wants, known before the products."""
+        flags, weights = scalars.down, tensors.down
+        bias = [Float32(0.0), Float32(0.0)]
+        for part in cutlass.range_constexpr(2):
+            feature = self._first(tile, warp) + 8 * part
+            if (flags.bias != 0) & (warp < self.c.row_warps) & (feature < Int32(weights.packed.shape[1])):
+                bias[part] = Float32(weights.bias[tile.expert, feature])
+        return bias
+
+    @cute.jit
     def run(
-        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, tiles: TileRing, tile_idx: Int32,
-        shared: MmaSmem, warp: Int32,
+        self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, bias: list[Float32], tile: WorkTile,
+        tiles: TileRing, tile_idx: Int32, shared: MmaSmem, warp: Int32,
     ):  # fmt: skip
-        lane = cute.arch.lane_idx()
+        """``bias``: as ``lane_bias`` has it."""
         if warp < self.c.row_warps:
-            flags, weights = scalars.down, tensors.down
-            features = Int32(weights.packed.shape[1])
-            first = tile.row * self.c.rows + warp * WARP_ROWS + row_of(lane)
+            features, first = Int32(tensors.down.packed.shape[1]), self._first(tile, warp)
             factor = tiles.factor(tile_idx)
-            bias = [Float32(0.0), Float32(0.0)]
-            for part in cutlass.range_constexpr(2):
-                if (flags.bias != 0) & (first + 8 * part < features):
-                    bias[part] = Float32(weights.bias[tile.expert, first + 8 * part])
             for group in cutlass.range_constexpr(self.c.columns // 8):
-                for j in cutlass.range_constexpr(2):
-                    column = 8 * group + lane % 4 * 2 + j
-                    if column < tile.columns:
-                        slot, weight = tiles.slot(tile_idx, column), tiles.weight(tile_idx, column)
+                if tile.columns > 8 * group:
+                    columns = [8 * group + cute.arch.lane_idx() % 4 * 2 + j for j in range(2)]
+                    choices = [(tiles.slot(tile_idx, c), tiles.weight(tile_idx, c)) for c in columns]
+                    for j, (slot, weight) in enumerate(choices):
                         for part in cutlass.range_constexpr(2):
-                            if first + 8 * part < features:
-                                y = rSum[j + 2 * part, group, 0] * factor + bias[part]
-                                tensors.partial[slot, first + 8 * part] = y * weight
+                            y = (rSum[j + 2 * part, group, 0] * factor + bias[part]) * weight
+                            if (columns[j] < tile.columns) & (first + 8 * part < features):
+                                tensors.partial[slot, first + 8 * part] = y
+
+    def _first(self, tile: WorkTile, warp: Int32) -> Int32:
+        """Of a lane's two features."""
+        return tile.row * self.c.rows + warp * WARP_ROWS + row_of(cute.arch.lane_idx())
 
     @cute.jit
     def combine(self, tensors: Tensors, tiles: TileRing, done: Ring, tile_idx: Int32):
@@ -173,24 +193,38 @@ class TopkEpilogue:
         done.release(tile_idx)
         rest = cute.arch.vote_ballot_sync(whole != 0)
         while rest != 0:
-            column = cute.arch.popc((rest & -rest) - 1)
-            rest = rest & (rest - 1)
-            self.add_up(tensors, cute.arch.shuffle_sync(token, column), tile.row * self.c.rows, lane * 4)
+            some, there = [], []
+            for _ in cutlass.range_constexpr(_TOKENS):
+                column = cute.arch.popc((rest & -rest) - 1) % 32
+                some.append(cute.arch.shuffle_sync(token, column))
+                there.append(cutlass.select_(rest != 0, Int32(1), Int32(0)))
+                rest = rest & (rest - 1)
+            self.add_up(tensors, some, there, tile.row * self.c.rows, lane * 4)
 
     @cute.jit
-    def add_up(self, tensors: Tensors, token: Int32, first: Int32, more: Int32):
-        """Four features of a token, from ``first + more`` on."""
+    def add_up(self, tensors: Tensors, tokens: list[Int32], there: list[Int32], first: Int32, more: Int32):
+        """Four features of ``tokens``, as far as these are ``there``, from ``first + more`` on. What the loads of one
+        wait for, the others' do not."""
         top_k, feature = Int32(tensors.indices.shape[1]), first + more
         if (more < self.c.rows) & (feature < Int32(tensors.out.shape[1])):
-            sums = [Float32(0.0)] * 4
+            sums = [[Float32(0.0)] * 4 for _ in tokens]
             for k in cutlass.range(0, top_k, _IN_FLIGHT, unroll=1):
-                choices = [chosen(tensors, token, cutlass.min(k + i, top_k - 1)) for i in range(_IN_FLIGHT)]
-                for i in cutlass.range_constexpr(_IN_FLIGHT):
-                    row = Int64(token * top_k + k + i) * tensors.partial.stride[0]
-                    valid = cutlass.select_((k + i < top_k) & (choices[i] >= 0), Int32(1), Int32(0))
-                    at = tensors.partial.iterator.toint() + (row + feature) * 4
-                    values = memory_ops.load_4_floats_if(at, valid)
-                    sums = [s + v for s, v in zip(sums, values, strict=True)]
-            pairs = [op.pack(tensors.out.element_type, *sums[i : i + 2]) for i in (0, 2)]
-            at = Int64(token) * tensors.out.stride[0] + feature
-            op.store_2_pairs(tensors.out.iterator.toint() + at * 2, *pairs)
+                at = [cutlass.min(k + i, top_k - 1) for i in range(_IN_FLIGHT)]
+                choices = [[chosen(tensors, token, j) for j in at] for token in tokens]
+                values = []
+                for n, token in enumerate(tokens):
+                    for i in cutlass.range_constexpr(_IN_FLIGHT):
+                        row = Int64(token * top_k + at[i]) * tensors.partial.stride[0]
+                        known = (k + i < top_k) & (choices[n][i] >= 0) & (there[n] != 0)
+                        source = tensors.partial.iterator.toint() + (row + feature) * 4
+                        valid = cutlass.select_(known, Int32(1), Int32(0))
+                        values.append(memory_ops.load_4_floats_if(source, valid))
+                for n in cutlass.range_constexpr(len(tokens)):
+                    for i in cutlass.range_constexpr(_IN_FLIGHT):
+                        new = values[n * _IN_FLIGHT + i]
+                        sums[n] = [s + v for s, v in zip(sums[n], new, strict=True)]
+            for n, token in enumerate(tokens):
+                pairs = [op.pack(tensors.out.element_type, *sums[n][i : i + 2]) for i in (0, 2)]
+                if there[n] != 0:
+                    to = Int64(token) * tensors.out.stride[0] + feature
+                    op.store_2_pairs(tensors.out.iterator.toint() + to * 2, *pairs)

@@ -13,10 +13,10 @@
     tiles        scheduler 1                                    8 consumer warps, activations 1, a reducing warp 1
     done         8 consumer warps                               a reducing warp 1
 
-Each GEMM is a launch. The second starts as CTAs of the first exit (PDL): its weights are in flight before h is
-written, for which only the activation warp waits. With few slots (``by_warp``) every CTA sorts them itself and both
-GEMMs are one launch: all tiles of the first are scheduled before those of the second, and all stages of a CTA are in
-one ring. docs/kernels/grouped_gemm.md has what limits it.
+Of little work both GEMMs are one launch (``one_launch``): all tiles of the first are scheduled before those of the
+second, and all stages of a CTA are in one ring. Of more work each is a launch. The second starts as CTAs of the first
+exit (PDL): its weights are in flight before h is written, for which only the activation warp waits. With few slots
+(``by_warp``) every CTA sorts them itself. docs/kernels/grouped_gemm.md has what limits it.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class MmaGemm:
 class MmaExperts:
     """The launches of a call: ``prepare``, and the GEMMs, by warp roles."""
 
-    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool):
+    def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool, one_launch: bool):
         self.by_warp, self.prepare = by_warp, PrepareTokens(up, down, experts, rounded, by_warp)
-        self.launches = ((UP, DOWN),) if by_warp else ((UP,), (DOWN,))
+        self.launches = ((UP, DOWN),) if one_launch else ((UP,), (DOWN,))
         self.up = MmaGemm(up, SwigluEpilogue(up, rounded), up.factor_warps)
         self.down = MmaGemm(down, TopkEpilogue(down), up.factor_warps)
         self.c, self.mainloop = up, MmaMainloop(up)  # for both: their work tiles differ in the number of steps alone
@@ -334,12 +334,17 @@ class MmaExperts:
         while product != NONE:
             tile = tiles.tile(tile_idx)
             spans = cutlass.select_(product == UP, up_spans, down_spans)
+            bias = [Float32(0.0), Float32(0.0)]  # on its way while the tile is multiplied
+            if product == UP:
+                bias = self.up.epilogue.lane_bias(tensors, scalars, tile, warp)
+            else:
+                bias = self.down.epilogue.lane_bias(tensors, scalars, tile, warp)
             self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
             self.mainloop.reduce_slices(rSum, shared, warp)
             if product == UP:
-                self.up.epilogue.run(tensors, scalars, rSum, tile, tiles, tile_idx, shared, warp)
+                self.up.epilogue.run(tensors, scalars, rSum, bias, tile, tiles, tile_idx, shared, warp)
             else:
-                self.down.epilogue.run(tensors, scalars, rSum, tile, tiles, tile_idx, shared, warp)
+                self.down.epilogue.run(tensors, scalars, rSum, bias, tile, tiles, tile_idx, shared, warp)
             tiles.release(tile_idx)
             full = done.await_empty(tile_idx)
             with cute.arch.elect_one():
@@ -369,10 +374,11 @@ class MmaExperts:
 
 def trace(
     arch: str, *, dtype: str, index_dtype: str, activations: str, experts: int, scale_vectors: tuple[int, int],
-    code_alignment: int, by_warp: bool, **config: Any,
+    code_alignment: int, by_warp: bool, one_launch: bool, **config: Any,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """``experts``: at least so many; ``scale_vectors``: of both products the bytes of scales that a load takes;
-    ``by_warp``: whether slots are few enough for ``SortByWarp``; the others as in ``Config``."""
+    ``by_warp``: whether slots are few enough for ``SortByWarp``; ``one_launch``: of both GEMMs; the others as in
+    ``Config``."""
     config |= dict(source=dtype, activations=activations, code_alignment=code_alignment)
     up, down = (
         Config(paired=paired, scale_vector=vector, **config)
@@ -380,5 +386,5 @@ def trace(
     )
     tensors, scalars, prepare_blocks, blocks, stream = arguments(dtype, index_dtype, code_alignment)
     x = fake.tensor("bf16", (None, None), (fake.dim(8), 1))
-    made = MmaExperts(up, down, experts, FAKE_QUANTIZE[activations], by_warp)
+    made = MmaExperts(up, down, experts, FAKE_QUANTIZE[activations], by_warp, one_launch)
     return made, [tensors, x, scalars, prepare_blocks, blocks, stream]

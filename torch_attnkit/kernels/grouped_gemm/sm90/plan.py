@@ -20,6 +20,10 @@ _HEADROOM = 1.5
 # Stages of weights that the start of a work tile costs as much time as. H200, 29 shapes and numbers of tokens of five
 # models with rows of 128, 64 and 32: in the mean 0.1 % over the fastest, at most 3 % (docs/lab/grouped_gemm.md).
 _START = 0.45
+# Work tiles of a CTA, up to which both GEMMs by mma.sync are one launch: one start and one end less. H200, MXFP4
+# experts of 2880 x 2880, top 4, us of two launches and of one: 32 experts, 25 work tiles, 64 tokens 166 and 157; 128
+# experts, 82 work tiles, 64 tokens 426 and 405, 99 work tiles, 256 tokens 567 and 586.
+_ONE_LAUNCH = 85
 # Tokens of an expert, from which on products are by wgmma. H200, us by mma.sync and by wgmma: 128 MXFP4 experts of 2880
 # x 2880 with 8 tokens each 579, 677, with 16 774, 717; 256 of 4096 x 2048 with 6 tokens 1031, 1253, with 12 1281, 1268.
 _MANY = 12
@@ -53,7 +57,8 @@ class Plan:
     x_rows: tuple[int, int]  # shape of x as the first GEMM wants it, and so on
     h_rows: tuple[int, int]
     row_warps: int
-    by_warp: bool  # slots are so few that every block sorts them for itself, and both GEMMs are one launch
+    by_warp: bool  # slots are so few that every block sorts them for itself
+    one_launch: bool  # for both GEMMs; always if ``by_warp``
     scale_vectors: tuple[int, int]
     code_alignment: int  # as in ``Config``
 
@@ -91,6 +96,7 @@ def by_mma(problem: Problem, sms: int, shared: int, bulk: bool = True) -> Plan:
     x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
     by_warp = bulk and p.slots <= WARP_SLOTS
+    one_launch = by_warp or bulk and tiles * (up_tiles + down_tiles) <= _ONE_LAUNCH * sms
     return Plan(
         token_widths=(),
         group=0,
@@ -106,6 +112,7 @@ def by_mma(problem: Problem, sms: int, shared: int, bulk: bool = True) -> Plan:
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         by_warp=by_warp,
+        one_launch=one_launch,
         scale_vectors=_few_vectors(p, c) if bulk else (_vector(p, p.up, False), _vector(p, p.down, False)),
         code_alignment=c.code_alignment,
     )
@@ -128,6 +135,7 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         h_rows=(p.slots, h_spans * SPAN),
         row_warps=warps,
         by_warp=False,
+        one_launch=False,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
         code_alignment=_code_alignment(p),
     )
