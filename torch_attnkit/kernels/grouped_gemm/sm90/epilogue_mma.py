@@ -193,17 +193,17 @@ class TopkEpilogue:
         done.release(tile_idx)
         rest = cute.arch.vote_ballot_sync(whole != 0)
         while rest != 0:
-            some, there = [], []
+            some, present = [], []
             for _ in cutlass.range_constexpr(_TOKENS):
                 column = cute.arch.popc((rest & -rest) - 1) % 32
                 some.append(cute.arch.shuffle_sync(token, column))
-                there.append(cutlass.select_(rest != 0, Int32(1), Int32(0)))
+                present.append(cutlass.select_(rest != 0, Int32(1), Int32(0)))
                 rest = rest & (rest - 1)
-            self.add_up(tensors, some, there, tile.row * self.c.rows, lane * 4)
+            self.add_up(tensors, some, present, tile.row * self.c.rows, lane * 4)
 
     @cute.jit
-    def add_up(self, tensors: Tensors, tokens: list[Int32], there: list[Int32], first: Int32, more: Int32):
-        """Four features of ``tokens``, as far as these are ``there``, from ``first + more`` on. What the loads of one
+    def add_up(self, tensors: Tensors, tokens: list[Int32], present: list[Int32], first: Int32, more: Int32):
+        """Four features of ``tokens``, as far as these are ``present``, from ``first + more`` on. What the loads of one
         wait for, the others' do not."""
         top_k, feature = Int32(tensors.indices.shape[1]), first + more
         if (more < self.c.rows) & (feature < Int32(tensors.out.shape[1])):
@@ -215,7 +215,7 @@ class TopkEpilogue:
                 for n, token in enumerate(tokens):
                     for i in cutlass.range_constexpr(_IN_FLIGHT):
                         row = Int64(token * top_k + at[i]) * tensors.partial.stride[0]
-                        known = (k + i < top_k) & (choices[n][i] >= 0) & (there[n] != 0)
+                        known = (k + i < top_k) & (choices[n][i] >= 0) & (present[n] != 0)
                         source = tensors.partial.iterator.toint() + (row + feature) * 4
                         valid = cutlass.select_(known, Int32(1), Int32(0))
                         values.append(memory_ops.load_4_floats_if(source, valid))
@@ -225,6 +225,6 @@ class TopkEpilogue:
                         sums[n] = [s + v for s, v in zip(sums[n], new, strict=True)]
             for n, token in enumerate(tokens):
                 pairs = [op.pack(tensors.out.element_type, *sums[n][i : i + 2]) for i in (0, 2)]
-                if there[n] != 0:
+                if present[n] != 0:
                     to = Int64(token) * tensors.out.stride[0] + feature
                     op.store_2_pairs(tensors.out.iterator.toint() + to * 2, *pairs)
