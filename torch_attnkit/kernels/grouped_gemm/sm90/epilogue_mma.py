@@ -62,9 +62,10 @@ class SwigluEpilogue:
         local = self._local(warp)
         feature = tile.row * self.c.features + local
         if warp < self.c.row_warps:
-            factor, addrs = tiles.factor(tile_idx), Int32(permuted(Uint32(feature)))  # of a signed number it takes 60
+            factor = tiles.factor(tile_idx)
+            addrs = Int32(permuted(Uint32(feature)))  # remainders of a signed number take 60 instructions
             for group in cutlass.range_constexpr(self.c.columns // 8):
-                if tile.columns > 8 * group:  # the whole warp, so that its lanes' numbers take turns in the pipelines
+                if tile.columns > 8 * group:  # the same for all lanes: two tokens' SwiGLU overlap, only stores branch
                     gates_and_ups = [
                         [rSum[j + 2 * part, group, 0] * factor + bias[part] for part in (0, 1)] for j in (0, 1)
                     ]
