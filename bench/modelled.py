@@ -61,10 +61,13 @@ def steps(keys: int) -> Iterator[Step]:
         moved = size(heads, heads, sink) + 2 * a.kv_heads * seen * a.dim * BF16.itemsize
         kind = "all keys" if window < 0 else f"window {window}"
         yield Step("sdpa_decode", kind, LAYERS // 2, (heads, *cache, length, sink), {"window": window}, moved)
-    x, weight, bias = (
-        torch.randn(*shape).to(BF16) for shape in ((1, a.heads * a.dim), (e.hidden, a.heads * a.dim), (e.hidden,))
-    )
-    yield Step("linear_decode", "from heads", LAYERS, (x, weight, bias), {}, size(x, weight, bias) + e.hidden * 2)
+    width = a.heads * a.dim
+    for kind, columns, rows in (
+        ("to q, k, v", e.hidden, width + 2 * a.kv_heads * a.dim), ("from heads", width, e.hidden),
+        ("router", e.hidden, e.count),
+    ):  # fmt: skip
+        product = [torch.randn(*shape).to(BF16) for shape in ((1, columns), (rows, columns), (rows,))]
+        yield Step("linear_decode", kind, LAYERS, tuple(product), {}, size(*product) + rows * 2)
     logits = torch.randn(1, e.count).to(BF16)
     yield Step("route_softmax", "", LAYERS, (logits,), {"topk": e.topk}, size(logits) + e.topk * 8)
     yield experts(e)

@@ -350,11 +350,14 @@ def kernels(layers: int, cases: Cases, arch: str) -> list[Any]:
 
 
 def _ask_products(model: Any, tokens: int) -> None:
-    """The product from heads of so many tokens, if they are few: on tensors without data the model takes the
-    library's."""
-    last = model.model.layers[0].self_attn.o_proj
+    """The products of so many tokens, if they are few: on tensors without data the model takes the library's."""
+    layer = model.model.layers[0]
+    attention, router = layer.self_attn, layer.mlp.router
+    given = [[module.weight, module.bias] for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    joined = [torch.cat(tensors) for tensors in zip(*given, strict=True)]
     if tokens <= MOST_FEW:
-        torch.ops.attnkit.linear_decode(last.weight.new_empty(tokens, last.weight.shape[1]), last.weight, last.bias)
+        for weight, bias in (joined, (attention.o_proj.weight, attention.o_proj.bias), (router.weight, router.bias)):
+            torch.ops.attnkit.linear_decode(weight.new_empty(tokens, weight.shape[1]), weight, bias)
 
 
 def _own_way(model: Any) -> str:

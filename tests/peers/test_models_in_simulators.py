@@ -65,12 +65,12 @@ _V4 = {
 MODELS = {
     "gpt_oss": Model(
         "gpt_oss", dict(head_dim=32, swiglu_limit=1.0), "mxfp4", 25, {"mxfp4_quantize": 2 * 4 * 2},
-        _GPT_OSS | {"flash_attention": 2}, _GPT_OSS | {"sdpa_decode": 2}, nvidia={"linear_decode": 2},
+        _GPT_OSS | {"flash_attention": 2}, _GPT_OSS | {"sdpa_decode": 2}, nvidia={"linear_decode": 6},
     ),
     "qwen3_5_moe": Model(
         "qwen3_5_moe", dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]), "nvfp4", 18,
         {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1}, _QWEN | {"sdpa_decode": 1},
-        nvidia={"linear_decode": 1},
+        nvidia={"linear_decode": 4},
     ),
     "deepseek_v3": Model(
         "deepseek_v3", {}, "mxfp4", 13, {"mxfp4_quantize": 2 * 4}, {"flash_attention": 2, "fp4_moe": 1},
@@ -84,7 +84,7 @@ MODELS = {
 # As it is served: rows of different lengths, in a cache of which the device alone knows how full it is.
 MODELS["gpt_oss_served"] = replace(
     MODELS["gpt_oss"], padding=7, options=dict(cache_implementation="static", disable_compile=True),
-    nvidia={"linear_decode": 2, "rope_kv_cache_append": 2},
+    nvidia={"linear_decode": 6, "rope_kv_cache_append": 2},
 )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ class _Projection:
         module = stand_in.module
         if stand_in.given is None:
             rows = [getattr(module, name).weight.shape[0] for name in PROJECTIONS]
-            joined = nn.functional.linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
+            joined = linear(x, module.attnkit_weight, module.attnkit_bias)  # (..., q + k + v)
             stand_in.given, stand_in.parts = x, dict(zip(PROJECTIONS, joined.split(rows, -1), strict=True))
         if x is not stand_in.given:
             result: torch.Tensor = getattr(module, self.name)(x)

@@ -1,8 +1,7 @@
 """Products of few tokens with a weight, as a decode step has them: ``linear_decode`` where it has a row.
 
-Libraries cut K of a product from heads among CTAs and add the parts up in a launch of its own; the op does both in one.
-Products to q, k and v and of routers stay the library's, which is faster there: docs/transformers.md has the times.
-Other tokens, dtypes and devices, and whoever asks for gradients, get ``F.linear``.
+Those to q, k and v, from heads, and of routers. Libraries cut K among CTAs and add the parts up in a launch of its own;
+the op does both in one. Other tokens, dtypes and devices, and whoever asks for gradients, get ``F.linear``.
 """
 
 from __future__ import annotations

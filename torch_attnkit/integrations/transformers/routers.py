@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.activations import SqrtSoftplusActivation
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
@@ -22,6 +21,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 from torch_attnkit.core import UnsupportedError
 
 from .plain import holds_plain
+from .products import linear
 
 ops = torch.ops.attnkit
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits (R, E), weights (R, K), indices (R, K)
@@ -30,7 +30,7 @@ Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits (R, E), weigh
 def _logits(router: Any, hidden_states: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     if hidden_states.dim() != 2:
         hidden_states = hidden_states.reshape(-1, router.hidden_dim)  # (R, N)
-    return nn.functional.linear(hidden_states, router.weight, bias)  # (R, E)
+    return linear(hidden_states, router.weight, bias)  # (R, E)
 
 
 def _routed(router: Any, logits: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> Routed:

@@ -46,7 +46,7 @@ def gpt_oss(
     layer = _layer(module, hidden_states, cos, past_key_values)
     if layer is None:
         return None
-    joined = nn.functional.linear(hidden_states[:, 0], module.attnkit_weight, module.attnkit_bias)  # (B, q + k + v)
+    joined = linear(hidden_states[:, 0], module.attnkit_weight, module.attnkit_bias)  # (B, q + k + v)
     rows = [projection.weight.shape[0] for projection in (module.q_proj, module.k_proj, module.v_proj)]
     q, key, value = (t.unflatten(-1, (-1, module.head_dim)) for t in joined.split(rows, -1))  # (B, H, D) each
     full = type(layer) is StaticSlidingWindowLayer and layer.cumulative_length_int >= layer.max_cache_len

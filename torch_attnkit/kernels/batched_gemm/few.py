@@ -36,22 +36,33 @@ class FewOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class FewConfig:
-    """Few tokens: a CTA has ``FEW_ROWS`` rows of the weight and ``groups`` of 8 tokens; its warps share K in steps of
-    ``FEW_STEP``, of which each has ``ahead`` in flight."""
+    """A CTA has ``rows`` rows of the weight and all tokens; its warps share K in steps, each of which is ``parts``
+    chunks of ``FEW_CHUNK`` numbers of a row."""
 
-    groups: int
+    groups: int  # of 8 tokens
+    parts: int  # 2: operand A is 8 rows with two chunks each instead of 16 rows, for CTAs of half the size
     warps: int
-    ahead: int
+    ahead: int  # steps that a warp has in flight
+
+    @property
+    def rows(self) -> int:
+        return 16 // self.parts
 
 
-FEW_ROWS, FEW_STEP = 16, 32
-CHUNK = 8  # numbers of 16 bytes
+FEW_CHUNK = 32
+VECTOR = 8  # numbers of 16 bytes
 
 
 def few(tokens: int, n: int, sms: int) -> FewConfig:
-    """Where a CTA or two have an SM, more in flight. Counted, not measured."""
+    """CTAs so small that all multiprocessors have about as many; more bytes in flight than memory needs cost time.
+
+    H200, us for 1, 8 and 16 tokens (docs/lab/batched_gemm.md has the others): 2880 x 4096 in CTAs of 8 rows 7.8, 8.2,
+    9.0, of 16 rows 8.1, 8.8, 10.2; 5120 x 2880 in these CTAs of 8 warps 10.2, 11.2, 13.7, as it is 8.8, 9.3, 10.7."""
     groups = -(-tokens // 8)
-    return FewConfig(groups, 8, 8 // groups if -(-n // FEW_ROWS) <= 2 * sms else 4 // groups)
+    ctas = -(-n // 8)
+    if ctas <= 4 * sms:
+        return FewConfig(groups, parts=2, warps=8, ahead=2 if groups == 1 or ctas <= sms else 1)
+    return FewConfig(groups, parts=2, warps=4, ahead=3) if groups == 1 else FewConfig(groups, 1, warps=8, ahead=3)
 
 
 def launcher(problem: FewProblem, target: Target) -> Callable[[FewOperands], None]:

@@ -9,13 +9,16 @@ import torch
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.oracle import sampling
 
-# view=1: x and the weight are columns of wider tensors.
+# view=1: x and the weight are columns of wider tensors. 4300 rows are so many that few tokens get CTAs of 8 rows and
+# more of 16.
 PARITY = {
     "one": dict(Tq=1, K=2880, N=40),
     "few": dict(Tq=3, K=416, N=33, view=1),
     "eight": dict(Tq=8, K=1056, N=16),
     "sixteen": dict(Tq=16, K=2048, N=70),
     "nine": dict(Tq=9, K=32, N=5),
+    "many-rows": dict(Tq=2, K=288, N=4300),
+    "eleven-many-rows": dict(Tq=11, K=352, N=4300),
 }
 DEGENERATE = {
     "no-tokens": dict(Tq=0, K=64, N=4),
