@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from torch_attnkit import cli, report
-from torch_attnkit.core import Target
+from torch_attnkit.core import Target, UnsupportedError
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
 from torch_attnkit.parity import command, evidence, judge, runners
@@ -39,6 +39,24 @@ def run(*argv: str):
 
 def seen() -> list[str]:
     return [str(s) for s in evidence.seen(ROW, evidence.load())]
+
+
+def test_what_recording_lacks_is_said_before_cases_run(folder, monkeypatch):
+    """Of a GPU's cases their launches are recorded in its simulator, which may lack a package."""
+    ran = []
+    monkeypatch.setattr(command, "outcome", lambda *run: ran.append(run))
+
+    def lacking(arch: str) -> None:
+        raise UnsupportedError(f"{arch} needs the package pyelftools")
+
+    monkeypatch.setattr(evidence.runtimes, "require_simulator", lacking)
+    gpu = runners.Runner("cuda", "some GPU", Target("sm90"))
+    row = next(found for found in support("sm90") if found[0].name == "linear_decode")
+    with pytest.raises(UnsupportedError, match="pyelftools"):
+        command.run_rows(gpu, [row], record=True)
+    assert not ran
+    command.run_rows(CPU, [ROW], record=True)
+    assert ran
 
 
 def test_evidence_counts_as_old_once_the_code_has_changed(folder, changed):

@@ -178,6 +178,8 @@ def run_rows(
     if not rows:
         console.print(f"{runner}: nothing to run")
         return []
+    if record:
+        evidence.require(runner.target)
     for op, index, _, _ in rows:  # of the code that runs: an edit meanwhile is not what was seen
         evidence.sources_of(op.name, index, runner.target)
     todo = [runs_of(runner, row) for row in rows]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_attnkit import digest
-from torch_attnkit.core import Kernel, Op, Target
+from torch_attnkit.core import Kernel, Op, Target, runtimes
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.support import support
 
@@ -86,6 +86,13 @@ def sources_of(op: str, index: int, target: Target) -> str:
     if target.simulated:
         parts.append(_simulator_of(target.arch))
     return digest.of(*parts)
+
+
+def require(target: Target) -> None:
+    """Raise UnsupportedError, before any case has run, unless ``runs_of`` can say what cases run: for that it records
+    their launches in the target's simulator, on hardware too."""
+    if target.arch != "cpu":
+        runtimes.require_simulator(target.arch)
 
 
 def runs_of(op: str, index: int, target: Target, each: Map = map) -> str:
