@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -43,6 +44,7 @@ def between(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(calls, "BLOCKS", some(4, 0, 12))
     monkeypatch.setattr(calls, "PROMPTS", some(5, 4, 14))
     monkeypatch.setattr(calls, "SEQUENCES", some(3, 0, 6))
+    monkeypatch.setattr(calls, "ROWS", some(9, 4, 15))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,23 @@ def test_attention_of_other_sizes_asks_for_no_other_kernels(attention, monkeypat
     assert others and others <= known
     asked = latent_steps_of_vllm(attention) if attention.latent else steps_of_vllm(attention)
     assert {request.family for request in asked} == {"cache", "decode", "prefill"} and set(asked) <= known
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_a_decode_step_are_known(bias):
+    """GPT-OSS-20B's to q, k and v and from heads, whole and in shares, its router's, and rows of other models."""
+    known = kernels(list(calls.of_products(bias, BF16)))
+    rows = (5120, 2880, 640, 2880 // 8, 32, 128, 6144, 24576)
+    for tokens, n in itertools.product((1, 8, 9, 16), rows):
+        weight = calls.meta(BF16, n, 2880)
+        given = calls.meta(BF16, tokens, 2880), weight, weight[:, 0] if bias else None
+        assert kernels([calls.Asked("linear_decode", given, {})]) <= known
+
+
+def test_a_decode_step_of_gpt_oss_needs_no_compiler():
+    """Every op that attnkit_model takes for a token behind a static cache is among those that are compiled ahead."""
+    asked = {call.op for call in calls.of_models([models.MODELS["gpt-oss-20b"]], [BF16])}
+    assert {"linear_decode", "rope_kv_cache_append", "sdpa_decode", "route_softmax", "fp4_moe"} <= asked
 
 
 def steps_of_vllm(a: models.Attention) -> dict[object, None]:

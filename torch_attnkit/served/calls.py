@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.formats import kv_cache
+from torch_attnkit.kernels.batched_gemm import MOST_FEW
 
 from .models import Attention, Experts, Model, Norm, Sparse
 
@@ -27,6 +28,7 @@ BLOCKS = tuple(1 << n for n in range(15))  # queries of the longest sequence of 
 TOKENS = (*BATCHES, *(1 << n for n in range(9, 15)))  # .. 16384 tokens of a step
 EVERY = (*range(1, 257), *(n << k for k in range(5, 11) for n in range(9, 17)))  # the same where plans change often
 ENTRIES = tuple(n << k for k in range(5, 12) for n in range(8, 16))  # 256 .. 30720 compressed entries of a sequence
+ROWS = tuple(n << k for k in range(2, 12) for n in (8, 11))  # 32 .. 22528 of a weight
 SHARES = (1, 2, 4, 8)  # processes that have a share each of heads, or of experts
 PAGES = (16, 64)  # keys of a page of vLLM's; continuous batching in transformers has 256, whose kernels are others
 MOST_TOKENS = 16384  # of a step
@@ -62,6 +64,7 @@ def _parts(model: Model) -> Iterator[tuple[Callable[[Any, torch.dtype], Iterator
     if model.sparse is not None:
         yield from ((of_sparse, replace(model.sparse, heads=model.sparse.heads // n)) for n in SHARES)
         yield of_sparse_projection, model.sparse
+    yield of_products, model.experts is not None and model.experts.bias
     if model.norm is not None:
         yield from ((of_norm, replace(model.norm, rows=model.norm.rows // n)) for n in SHARES)
 
@@ -90,6 +93,20 @@ def of_attention(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
             for calls in (_prefill, _multi, _prefill_paged):
                 yield from calls(*given, options)
     yield from _latent_prompts(a, dtype) if a.latent else _stored(a, dtype)
+    if a.sink:
+        yield from _appended(a, dtype)
+
+
+def _appended(a: Attention, dtype: torch.dtype) -> Iterator[Asked]:
+    """A token a sequence into transformers' static cache, which GPT-OSS' layers have: rotated, with their sinks. A
+    window that is full has no slot."""
+    for B, S, slot in itertools.product(BATCHES, CONTEXTS, (None, _I32, _I64)):
+        q, key = (meta(dtype, B, h, a.dim) for h in (a.heads, a.kv_heads))
+        cache = [meta(dtype, B, a.kv_heads, S, a.dim) for _ in range(2)]
+        angles = [meta(dtype, 1, 1, a.dim // 2) for _ in range(2)]
+        sink = meta(dtype, a.heads)
+        args = q, key, key, *cache, *angles, None if slot is None else meta(slot, 1), sink
+        yield Asked("rope_kv_cache_append", args, {})
 
 
 def _decode(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
@@ -203,6 +220,16 @@ def _pages(a: Attention, keys: int, stored: torch.dtype) -> Iterator[tuple[int, 
 
 def _scale(batch: int, a: Attention, stored: torch.dtype) -> torch.Tensor | None:
     return meta(_F32, batch, a.kv_heads) if stored is _E4M3 else None
+
+
+# Products of a decode step.
+
+
+def of_products(bias: bool, dtype: torch.dtype) -> Iterator[Asked]:
+    """To q, k and v, from heads, and of routers: plans ask for the number of rows, so that shares are among these."""
+    for tokens, rows in itertools.product(range(1, MOST_FEW + 1), ROWS):
+        x, weight = meta(dtype, tokens, 4096), meta(dtype, rows, 4096)
+        yield Asked("linear_decode", (x, weight, meta(dtype, rows) if bias else None), {})
 
 
 # Experts.
