@@ -19,13 +19,18 @@ Fact = tuple[str, str, str, frozenset[str], frozenset[str], str, Sizes]
 
 
 def each_size(text: str) -> Iterator[Sizes]:
-    """``D 64, 128; bits 8``, ``(D, Dv) (64, 64), (192, 128)`` or ``any``, one size for each axis at a time."""
+    """``D 64, 128; bits 8``, ``D = Dv 64, 128; (D, Dv) (192, 128)`` or ``any``, one size for each axis at a time."""
     for part in text.split(" or "):
         if part == "any":
             yield frozenset()
-        elif part.startswith("("):
-            axes, *tuples = re.findall(r"\(([^)]*)\)", part)
-            yield from (frozenset(zip(axes.split(", "), one.split(", "), strict=True)) for one in tuples)
+        elif part.startswith("(") or " = " in part:
+            for piece in part.split("; "):
+                if piece.startswith("("):
+                    axes, *tuples = re.findall(r"\(([^)]*)\)", piece)
+                    yield from (frozenset(zip(axes.split(", "), one.split(", "), strict=True)) for one in tuples)
+                else:
+                    *names, (last, *values) = (words.split(" ") for words in piece.replace(",", "").split(" = "))
+                    yield from (frozenset((name, n) for name in (*sum(names, []), last)) for n in values)
         else:
             axes = [axis.partition(" ") for axis in part.split("; ")]
             chosen = itertools.product(*([(name, n) for n in values.split(", ")] for name, _, values in axes))
@@ -61,10 +66,11 @@ def read(lines: list[str]) -> Iterator[Fact]:
 
 def of(row: Kernel, arch: str, file: str, seen: tuple[str, ...]) -> Iterator[Fact]:
     """The same of one row of the table."""
-    for chosen in itertools.product(*([(axis, str(n)) for n in values] for axis, values in row.dims.items())):
-        features, needs = frozenset(row.features.split()), frozenset(row.needs)
-        dtypes = row.dtypes.replace(" ", ", ")
-        yield (arch, file, dtypes, features, needs, "; ".join(seen) or "not yet", frozenset(chosen))
+    for one in report.expanded(row):
+        for chosen in itertools.product(*([(axis, str(n)) for n in values] for axis, values in one.dims.items())):
+            features, needs = frozenset(one.features.split()), frozenset(one.needs)
+            dtypes = one.dtypes.replace(" ", ", ")
+            yield (arch, file, dtypes, features, needs, "; ".join(seen) or "not yet", frozenset(chosen))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +89,29 @@ def test_nothing_of_the_table_is_lost_where_rows_share_a_line(name, sections):
     files, want = evidence.load(), []
     for op, i, row, arch in support():
         if op.name == name:
-            seen = tuple(map(str, evidence.seen((op, i, row, arch), files)))
-            file = op.sources(row)[0].removeprefix("torch_attnkit.").replace(".", "/") + ".py"
+            seen = report.stated(evidence.seen((op, i, row, arch), files))
+            module = op.sources(row)[0].removeprefix("torch_attnkit.kernels.").removeprefix(f"{op.package}.")
+            file = module.replace(".", "/") + ".py"
             want += of(row, arch, file, seen)
     assert set(read(sections[name])) == set(want)
+
+
+def test_older_evidence_is_told_where_nothing_is_newer():
+    old, new, simulated = evidence.Seen("on A", False), evidence.Seen("on B", True), evidence.Seen("simulator", True)
+    assert report.stated([old, simulated]) == ("on A (older code)", "simulator")
+    assert report.stated([old, new, simulated]) == ("on B", "simulator")
+    assert report.stated([evidence.Seen("simulator", False)]) == ("simulator (older code)",)
+
+
+def test_a_need_that_sizes_can_say_is_said_by_them():
+    row = Kernel("sm90", "bf16", {"D": (64, 128)}, "", {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]})
+    assert [(one.dims, list(one.needs)) for one in report.expanded(row)] == [
+        ({"D": (64,), "Dv": (64,)}, []),
+        ({"D": (128,), "Dv": (128,)}, []),
+    ]
+    assert report.sizes(report.expanded(row)) == "D = Dv 64, 128"
+    other = Kernel("sm90", "bf16", {"D": (64, 128), "bits": (8,)}, "", row.needs)
+    assert report.expanded(other) == [other]
 
 
 def test_features_that_every_line_has_are_said_once():
@@ -103,18 +128,18 @@ def test_sizes_with_other_evidence_have_a_line_of_their_own():
     rows = [Kernel("cuda", "bf16 f16", {"N": (n,), "M": (n,)}, "scaled") for n in (16, 32, 64, 128)]
     rows += [Kernel("mps", "f32", {"N": (4, 8)}, "", needs), Kernel("cpu", "f32", {}, "scaled biased")]
     op = Op("toy(Tensor x) -> Tensor out", {}, tuple(rows), features=dict.fromkeys(("scaled", "biased"), bool))
-    seen = [("simulator",), ("hardware (H)", "simulator"), ("simulator",), (), (), ("hardware (C)",)]
+    seen = [("simulator",), ("on H", "simulator"), ("simulator",), (), (), ("on C",)]
     given = [(row, arch, "a.py", s) for row, s in zip(rows, seen, strict=True) for arch in row.archs]
     lines = "\n".join(report.section(op, report.joined(given))).split("\n")
     assert [line for line in lines if line.startswith("| ")][1:] == [
-        "| cpu | f32 | any | all | - | a.py | hardware (C) |",
+        "| cpu | f32 | any | all | - | a.py | on C |",
         "| metal | f32 | N 4, 8 | none | a | a.py | not yet |",
         *(
-            f"| sm80, sm89, sm90, sm100, sm120 | bf16, f16 | (N, M) {pairs} | scaled | - | a.py | {where} |"
-            for pairs, where in (
-                ("(16, 16), (64, 64)", "simulator"),
-                ("(32, 32)", "hardware (H); simulator"),
-                ("(128, 128)", "not yet"),
+            f"| sm80, sm89, sm90, sm100, sm120 | bf16, f16 | N = M {each} | scaled | - | a.py | {where} |"
+            for each, where in (
+                ("16, 64", "simulator"),
+                ("32", "on H; simulator"),
+                ("128", "not yet"),
             )
         ),
     ]

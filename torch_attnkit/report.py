@@ -27,22 +27,24 @@ Generated from the op table by `python -m torch_attnkit support --write SUPPORT.
 
 Every op runs on CPU tensors in any of float32, bfloat16, float16 and float64 as its own plain-PyTorch definition (the
 *reference*). On a GPU an op runs as a kernel or raises `UnsupportedError`; it never falls back. *Evidence* says where a
-row's parity cases have passed against the float64 reference: on `hardware (which)`, in a CPU `simulator`, or
-`not yet`. A simulated pass is never shown as a hardware pass. Evidence belongs to code: once a row's kernel, its
-reference, its cases or its simulator have changed, it reads `before later changes` until
+row's parity cases have passed against the float64 reference: `on` a device, in a CPU `simulator`, or `not yet`. A
+simulated pass is never shown as one on hardware. Evidence belongs to code: once a row's kernel, its reference, its
+cases or its simulator have changed, it is of `older code`, and left out where a device has run what stands now, until
 `python -m torch_attnkit parity --stale` has run it again.
 
 ## Ops
 
-Beside `reference`, a cell says where kernels of the op have been seen right.
+Where kernels of each op have been seen right; `reference`: there is none for a CPU.
 
 """
+_EQUAL = "Dv must equal D"
 _KERNELS = """
 ## Kernels
 
 Rows of an op that differ in target or sizes alone, with the same evidence, share a line with the sizes of each;
-(D, Dv) (64, 64), (192, 128) are two. *Features* are those of the op that the kernels take. *Also needs* names further
-conditions by their letters. Schemas, arguments and limits in words are in `docs/ops`.
+(D, Dv) (192, 128), (576, 512) are two. *Features* are those of the op that the kernels take. *Also needs* names further
+conditions by their letters. Files are in `torch_attnkit/kernels` or, those without a folder, in `torch_attnkit/ops`,
+in the op's own. Schemas, arguments and limits in words are in `docs/ops`.
 """
 
 
@@ -56,6 +58,12 @@ class Line:
     evidence: tuple[str, ...]
 
 
+def stated(seen: list[evidence.Seen]) -> tuple[str, ...]:
+    """Evidence in words: that of older code alone where no device has run what stands now."""
+    current = any(s.current and s.where != "simulator" for s in seen)
+    return tuple(str(s) for s in seen if s.current or not current)
+
+
 def sizes(rows: Iterable[Kernel]) -> str:
     """The sizes that rows which differ in nothing else take."""
     rows = list(rows)
@@ -65,20 +73,33 @@ def sizes(rows: Iterable[Kernel]) -> str:
     if len(axes) == 1:
         return f"{axes[0]} {', '.join(str(n) for row in rows for n in row.dims[axes[0]])}"
     if all(len(row.dims[a]) == 1 for row in rows for a in axes):
-        pairs = ", ".join(f"({', '.join(str(row.dims[a][0]) for a in axes)})" for row in rows)
-        return f"({', '.join(axes)}) {pairs}"
+        found = [[str(row.dims[a][0]) for a in axes] for row in rows]
+        equal = [shape[0] for shape in found if len(set(shape)) == 1]
+        others = [f"({', '.join(shape)})" for shape in found if len(set(shape)) > 1]
+        parts = [f"{' = '.join(axes)} {', '.join(equal)}"] * bool(equal)
+        return "; ".join([*parts, *[f"({', '.join(axes)}) {', '.join(others)}"] * bool(others)])
     each = ("; ".join(f"{a} {', '.join(map(str, row.dims[a]))}" for a in axes) for row in rows)
     return " or ".join(each)
+
+
+def expanded(row: Kernel) -> list[Kernel]:
+    """``row``, or a row for each of its sizes if the need that Dv is D can be said by them."""
+    if _EQUAL not in row.needs or tuple(row.dims) != ("D",):
+        return [row]
+    needs = {need: holds for need, holds in row.needs.items() if need != _EQUAL}
+    return [replace(row, dims={"D": (n,), "Dv": (n,)}, needs=needs) for n in row.dims["D"]]
 
 
 def joined(rows: Iterable[tuple[Kernel, str, str, tuple[str, ...]]]) -> list[Line]:
     """An op's rows, each with its target, file and evidence, by target: what differs in sizes or target alone is one
     line."""
     alike: dict[tuple[object, ...], Line] = {}
+    known: dict[int, list[Kernel]] = {}  # by identity: several targets have the same row
     for row, arch, file, seen in rows:
-        key = (arch, file, seen, row.dtypes, tuple(row.dims), row.features, tuple(row.needs))
-        line = alike.get(key, Line((arch,), file, (), seen))
-        alike[key] = replace(line, rows=(*line.rows, row))
+        for one in known.setdefault(id(row), expanded(row)):
+            key = (arch, file, seen, one.dtypes, tuple(one.dims), one.features, tuple(one.needs))
+            line = alike.get(key, Line((arch,), file, (), seen))
+            alike[key] = replace(line, rows=(*line.rows, one))
     of_targets: dict[tuple[object, ...], Line] = {}
     order = list(ARCHS)
     for line in sorted(alike.values(), key=lambda found: order.index(found.archs[0])):
@@ -126,16 +147,15 @@ def support_markdown() -> str:
     files = evidence.load()
     rows: dict[str, list[tuple[Kernel, str, str, tuple[str, ...]]]] = {name: [] for name in OPS}
     for op, i, row, arch in support():
-        seen = tuple(str(s) for s in evidence.seen((op, i, row, arch), files))
+        seen = stated(evidence.seen((op, i, row, arch), files))
         rows[op.name].append((row, arch, _file(op, row), seen))
     parts = [f"{_HEAD}| op | {' | '.join(ARCHS.values())} |", "|-" * (len(ARCHS) + 1) + "|"]
     for name, entries in rows.items():
         cells = []
         for arch in ARCHS:
             here = [seen for _, a, _, seen in entries if a == arch]
-            stated = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
-            reference = ["reference"] if arch == "cpu" else []
-            cells.append("; ".join(reference + stated) or "no kernel")
+            words = sorted({w for seen in here for w in seen}) or ["not yet"] * bool(here)
+            cells.append("; ".join(words) or ("reference" if arch == "cpu" else "no kernel"))
         parts.append(f"| `{name}` | {' | '.join(cells)} |")
     parts.append(_KERNELS.rstrip())
     for name, op in OPS.items():
@@ -145,4 +165,5 @@ def support_markdown() -> str:
 
 def _file(op: Op, row: Kernel) -> str:
     """What takes the row's calls, as a file of the package."""
-    return op.sources(row)[0].removeprefix("torch_attnkit.").replace(".", "/") + ".py"
+    module = op.sources(row)[0].removeprefix("torch_attnkit.kernels.").removeprefix(f"{op.package}.")
+    return module.replace(".", "/") + ".py"

@@ -61,12 +61,12 @@ def test_what_recording_lacks_is_said_before_cases_run(folder, monkeypatch):
 
 def test_evidence_counts_as_old_once_the_code_has_changed(folder, changed):
     command.keep(CPU, [evidence.Outcome(ROW, 10, 2, 0)])
-    assert seen() == [f"hardware ({CPU.evidence})"]
+    assert seen() == [f"on {CPU.evidence}"]
     assert evidence.stale(CPU.target, CPU.evidence) == []
     changed()
-    assert seen() == [f"hardware ({CPU.evidence}), before later changes"]
+    assert seen() == [f"on {CPU.evidence} (older code)"]
     assert evidence.stale(CPU.target, CPU.evidence) == [ROW]
-    assert f"| hardware ({CPU.evidence}), before later changes |" in report.support_markdown()
+    assert f"| on {CPU.evidence} (older code) |" in report.support_markdown()
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_evidence_is_carried_over_to_other_sources_that_run_the_same(folder, cha
     changed()
     result = run("--resign", "--arch", "cpu")
     assert result.exit_code == 0 and "carried over" in result.output
-    assert seen() == [f"hardware ({CPU.evidence})"]
+    assert seen() == [f"on {CPU.evidence}"]
     assert "carried over" not in run("--resign", "--arch", "cpu").output
 
 
@@ -91,7 +91,7 @@ def test_evidence_of_other_code_stays_old(folder, changed, rerun):
     rerun()
     result = run("--resign", "--arch", "cpu")
     assert result.exit_code == 1 and "of other code" in result.output
-    assert seen() == [f"hardware ({CPU.evidence}), before later changes"]
+    assert seen() == [f"on {CPU.evidence} (older code)"]
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -150,7 +150,7 @@ def test_rows_of_a_target_are_worded_apart():
 def test_the_command_runs_rows_and_records_them(folder):
     result = run("--op", ROW[0].name, "--arch", "cpu", "--record")
     assert result.exit_code == 0 and f"{ROW[0].name}/cpu" in result.output
-    assert seen() == [f"hardware ({CPU.evidence})"]
+    assert seen() == [f"on {CPU.evidence}"]
     result = run("--arch", "cpu", "--stale")
     assert result.exit_code == 0 and "nothing to run" in result.output
 
@@ -159,7 +159,7 @@ def test_stale_rows_are_run_and_recorded_unless_told_otherwise(folder):
     assert run("--arch", "cpu", "--stale", "--no-record").exit_code == 0
     assert seen() == []
     assert run("--arch", "cpu", "--stale").exit_code == 0
-    assert seen() == [f"hardware ({CPU.evidence})"]
+    assert seen() == [f"on {CPU.evidence}"]
 
 
 def test_a_sample_is_a_share_of_what_is_not_stale_and_its_seed_draws_it(folder, monkeypatch):

@@ -38,7 +38,7 @@ class Seen:
     current: bool
 
     def __str__(self) -> str:
-        return self.where if self.current else f"{self.where}, before later changes"
+        return self.where if self.current else f"{self.where} (older code)"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def seen(row: Row, files: Iterable[dict[str, Any]]) -> list[Seen]:
         entries = [e for run in file["runs"] for e in run["rows"] if e["row"] == name]
         if file["arch"] == arch and any(e["passed"] > 0 and e["failed"] == 0 for e in entries):
             current = any(e["sources"] == sources_of(op.name, index, Target(arch, simulated)) for e in entries)
-            found.append(Seen("simulator" if simulated else f"hardware ({file['device']})", current))
+            found.append(Seen("simulator" if simulated else f"on {file['device'].removeprefix('NVIDIA ')}", current))
     return found
 
 
