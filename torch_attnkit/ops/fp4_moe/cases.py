@@ -12,7 +12,8 @@ from torch_attnkit.oracle import fp4, sampling
 
 ACTIVATIONS = ("none", *fp4.BLOCK)  # by the position that the table calls act
 
-# blk and act as in op.py: 16 NVFP4 weights, 32 MXFP4; activations 0 none, 1 nvfp4, 2 mxfp4, 3 mxfp8.
+# blk and act as in op.py: 16 NVFP4 weights, 32 MXFP4; activations 0 none, 1 nvfp4, 2 mxfp4, 3 mxfp8. "token" and "four"
+# are one launch on Hopper, with x in shared memory.
 PARITY = {
     "some": dict(Tq=5, N=64, M=96, E=4, K=2, blk=16, act=0),
     "mxfp4": dict(Tq=9, N=96, M=160, E=5, K=3, blk=32, act=0),
@@ -23,6 +24,8 @@ PARITY = {
     "many_both": dict(Tq=70, N=160, M=96, E=3, K=2, blk=16, act=1),
     "long_both": dict(Tq=34, N=2112, M=64, E=3, K=1, blk=16, act=1),
     "odd": dict(Tq=7, N=112, M=304, E=3, K=2, blk=16, act=0),
+    "token": dict(Tq=1, N=544, M=288, E=6, K=4, blk=32, act=0),
+    "four": dict(Tq=4, N=288, M=160, E=5, K=2, blk=16, act=0),
 }
 DEGENERATE = {
     "one": dict(Tq=1, N=32, M=32, E=1, K=1, blk=16, act=0),
