@@ -59,7 +59,7 @@ def test_rows_that_differ_in_anything_but_sizes_are_told_apart():
     rows += [Kernel("cuda", "bf16", {"N": (4, 8)}, "", needs), Kernel("mps", "f32", features="scaled biased")]
     op = Op("toy(Tensor x) -> Tensor out", {}, tuple(rows), features=dict.fromkeys(("scaled", "biased"), bool))
     assert manual.limits(op, "sm90") == [
-        "bf16, f16; (N, M) (16, 16), (32, 16); without biased",
+        "bf16, f16; N = M 16; (N, M) (32, 16); without biased",
         "bf16; N 4, 8; without scaled, biased; N must be even",
     ]
     assert manual.limits(op, "sm100") == ["bf16; N 4, 8; without scaled, biased; N must be even"]
