@@ -12,6 +12,7 @@ from torch_attnkit import report
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
+from torch_attnkit.oracle.rules import SAME_DIM
 from torch_attnkit.parity import evidence
 
 Sizes = frozenset[tuple[str, str]]  # one size for each axis that a row names
@@ -104,7 +105,7 @@ def test_older_evidence_is_told_where_nothing_is_newer():
 
 
 def test_a_need_that_sizes_can_say_is_said_by_them():
-    row = Kernel("sm90", "bf16", {"D": (64, 128)}, "", {"Dv must equal D": lambda c: c.dim["Dv"] == c.dim["D"]})
+    row = Kernel("sm90", "bf16", {"D": (64, 128)}, "", SAME_DIM)
     assert [(one.dims, list(one.needs)) for one in report.expanded(row)] == [
         ({"D": (64,), "Dv": (64,)}, []),
         ({"D": (128,), "Dv": (128,)}, []),

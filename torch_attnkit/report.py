@@ -9,6 +9,7 @@ from string import ascii_lowercase
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.core.op import Kernel, Op
 from torch_attnkit.core.support import support
+from torch_attnkit.oracle.rules import SAME_DIM
 from torch_attnkit.parity import evidence
 
 ARCHS = {
@@ -37,7 +38,6 @@ cases or its simulator have changed, it is of `older code`, and left out where a
 Where kernels of each op have been seen right; `reference`: there is none for a CPU.
 
 """
-_EQUAL = "Dv must equal D"
 _KERNELS = """
 ## Kernels
 
@@ -84,9 +84,9 @@ def sizes(rows: Iterable[Kernel]) -> str:
 
 def expanded(row: Kernel) -> list[Kernel]:
     """``row``, or a row for each of its sizes if the need that Dv is D can be said by them."""
-    if _EQUAL not in row.needs or tuple(row.dims) != ("D",):
+    if not SAME_DIM.keys() <= row.needs.keys() or tuple(row.dims) != ("D",):
         return [row]
-    needs = {need: holds for need, holds in row.needs.items() if need != _EQUAL}
+    needs = {need: holds for need, holds in row.needs.items() if need not in SAME_DIM}
     return [replace(row, dims={"D": (n,), "Dv": (n,)}, needs=needs) for n in row.dims["D"]]
 
 
