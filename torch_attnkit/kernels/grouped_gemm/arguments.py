@@ -30,14 +30,13 @@ class Tensors(NamedTuple):
     up: Matrices
     down: Matrices
     out: cute.Tensor  # (Tq, N)
-    # (2 slots), by expert: slot t * K + k is the k-th choice of token t. By ``wgmma`` as in ``SortByGrid``.
+    # (2 slots), by expert: slot t * K + k is the k-th choice of token t; behind them, of every tile of tokens, how many
+    # parts of h are there. By ``wgmma`` as in ``SortByGrid``.
     order: cute.Tensor
     tiles: cute.Tensor  # (1 + tiles, 4): how many there are; expert, first row in ``order``, tokens
     h: cute.Tensor  # (parts of slots, whole stages or spans) in that order, as ``permute_k.py`` has it
     partial: cute.Tensor  # (slots, N), by slot; by ``wgmma`` in the order of ``h``
-    # (Tq, row tiles), results of a token that have come; a row of tickets; if both GEMMs are one launch, of every tile
-    # of tokens, how many parts of h are there and how many have seen that all are. Or as in ``SortByGrid``.
-    count: cute.Tensor
+    count: cute.Tensor  # (Tq, row tiles), results of a token that have come, and tickets; or as in ``SortByGrid``
 
 
 class Flags(NamedTuple):

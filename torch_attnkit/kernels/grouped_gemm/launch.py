@@ -44,7 +44,7 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
         kernel: compile.Trace = trace
         special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
         if target.arch in _WITH_BULK_COPIES:
-            special |= dict(one_launch=plan.one_launch, resident=plan.resident)
+            special["one_launch"] = plan.one_launch
         if plan.token_widths:
             kernel = trace_wgmma
             special = dict(token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)

@@ -21,9 +21,7 @@ WIDTHS = (1, 2, 4)  # groups of 8 tokens that a work tile may have
 MOST_COLUMNS = 8 * WIDTHS[-1]
 SHARED = 223 * 1024  # of a block, without barriers, work tiles and what sorts slots
 SHARED_SMALL = 92 * 1024  # where a block has 99 KB
-ROW_PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
-# Tokens of a call whose rows of x a block keeps in shared memory, at most, and the bytes that it has for them.
-RESIDENT = {1: 16 * 1024, 4: 40 * 1024}
+_PAD = 16  # bytes between tokens in shared memory: rows that are read at once begin in different banks
 _MOST_STAGES = 4
 _MOST_TOKEN_STAGES = 12
 TOKEN_BOX = 64  # elements of a token that TMA loads at a time to a ring of its own: 128 bytes, which it swizzles
@@ -49,7 +47,6 @@ class Config:
     scale_vector: int  # bytes of scales that one load may take, or STRADDLING, or TOGETHER
     code_alignment: int  # bytes at whose multiples packed rows start and end: CODE_ALIGNMENT, or 8
     shared: int = field(default=SHARED, kw_only=True)  # bytes, as SHARED or SHARED_SMALL
-    resident: int = field(default=0, kw_only=True)  # one of RESIDENT; 0: tokens of x come stage by stage
 
     @property
     def own_boxes(self) -> int:
@@ -122,20 +119,11 @@ class Config:
     @property
     def token_row_bytes(self) -> int:
         """From a token, or a part of it, to the next."""
-        return self.stage * 2 + ROW_PAD
-
-    @property
-    def token_rows(self) -> int:
-        """Tokens of a stage: a work tile has no more than a call."""
-        return self.resident or self.columns
+        return self.stage * 2 + _PAD
 
     @property
     def token_bytes(self) -> int:
-        return self.parts * self.token_rows * self.token_row_bytes
-
-    @property
-    def resident_bytes(self) -> int:
-        return RESIDENT[self.resident] if self.resident else 0
+        return self.parts * self.columns * self.token_row_bytes
 
     @property
     def factor_bytes(self) -> int:
@@ -166,8 +154,7 @@ class Config:
     def stages(self) -> int:
         """A power of two if there is room for four: what a wait computes delays the products."""
         stage = self.weight_bytes + self.token_bytes + self.factor_bytes
-        beside = self.sum_bytes + self.result_bytes + self.line_bytes + self.resident_bytes
-        return min(_MOST_STAGES, (self.shared - beside) // stage)
+        return min(_MOST_STAGES, (self.shared - self.sum_bytes - self.result_bytes - self.line_bytes) // stage)
 
     @property
     def factor_warps(self) -> int:

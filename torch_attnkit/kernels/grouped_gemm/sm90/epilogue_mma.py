@@ -20,9 +20,8 @@ from torch_attnkit.cuda.ring import Ring
 from ...norm.kernel import sigmoid
 from ..arguments import Flags, Matrices, Scalars, Tensors, chosen, global_scale_of
 from ..permute_k import permuted, split
-from ..problem import SPAN
 from ..work_tiles import WorkTile
-from .config import CONSUMERS, WARP_ROWS, Config
+from .config import WARP_ROWS, Config
 from .mainloop_mma import MmaSmem, row_of, sync_consumers
 from .tile_scheduler import TileRing
 
@@ -43,10 +42,10 @@ def output_scale(config: cutlass.Constexpr, flags: Flags, weights: Matrices, exp
 
 class SwigluEpilogue:
     """h = swiglu(gate, up) of a tile, in K order (``permute_k.py``), fake-quantised if h is: a tile has whole blocks of
-    features. ``zeros``: whether zeros are written behind the last feature, to the end of its span."""
+    features."""
 
-    def __init__(self, config: Config, rounded: Any = None, zeros: bool = False):
-        self.c, self.rounded, self.zeros = config, rounded, zeros
+    def __init__(self, config: Config, rounded: Any = None):
+        self.c, self.rounded = config, rounded
 
     def lane_bias(self, tensors: Tensors, scalars: Scalars, tile: WorkTile, warp: Int32) -> list[Float32]:
         """What ``run`` wants, known before the products."""
@@ -81,18 +80,6 @@ class SwigluEpilogue:
                             self._store(tensors, tile.first + column, addrs, results[j])
         if const_expr(self.rounded is not None):
             self._round(tensors, scalars, tile, shared, warp * 32 + lane)
-        if const_expr(self.zeros):
-            self._zero(tensors, tile, warp * 32 + lane)
-
-    @cute.jit
-    def _zero(self, tensors: Tensors, tile: WorkTile, thread: Int32):
-        """By all consumers, of the tile that has the last features."""
-        features, parts = Int32(tensors.up.packed.shape[1]) // 2, const_expr(self.c.parts)
-        if (tile.row + 1) * self.c.features >= features:
-            more = -features & (SPAN - 1)
-            for i in cutlass.range(thread, tile.columns * parts * more, CONSUMERS * 32, unroll=1):
-                addrs = permuted(Uint32(features + i % more))
-                tensors.h[tile.first * parts + i // more, Int32(addrs)] = cutlass.BFloat16(0.0)
 
     def _local(self, warp: Int32) -> Int32:
         """A lane's feature of a tile."""

@@ -5,7 +5,6 @@
     1 warp         activations of a stage, a bulk copy a token, from rows of permute.py or of the first GEMM
     1 warp         dynamic scheduler: takes work tiles by atomics, publishes them ahead (tile_scheduler.py)
     2 warps        signal that a part of h is written; in the second GEMM reduce tokens over top-k
-    these 2 and the activation warp   first, with ``resident``: rows of x to shared memory, where they stay
     3 warps        scales of a stage to bf16 factors, a stage each in turn
 
     ring         producers (arrivals)                           consumers (arrivals)
@@ -13,14 +12,11 @@
     announced    scheduler 1                                    weights 1, scale warps
     tiles        scheduler 1                                    8 consumer warps, activations 1, a reducing warp 1
     done         8 consumer warps                               a reducing warp 1
-    x            2 reducing warps, activations 1, once          none; 8 consumer warps wait
 
 Of little work both GEMMs are one launch (``one_launch``): all tiles of the first are scheduled before those of the
 second, and all stages of a CTA are in one ring. Of more work each is a launch. The second starts as CTAs of the first
 exit (PDL): its weights are in flight before h is written, for which only the activation warp waits. With few slots
-(``by_warp``) every CTA sorts them itself. With few tokens (``resident``) there is no launch ahead at all: CTAs set up
-while the launch before ends, wait for it, and keep the rows of x; activations of a stage are those of h alone.
-docs/kernels/grouped_gemm.md has what limits it.
+(``by_warp``) every CTA sorts them itself. docs/kernels/grouped_gemm.md has what limits it.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ from ..arguments import Flags, Matrices, Scalars, Tensors, arguments
 from ..problem import SPAN
 from ..quantize_act import FAKE_QUANTIZE
 from ..work_tiles import SortByWarp, WorkTile
-from .config import COMBINERS, CONSUMERS, ROW_PAD, SCHEDULER, TILES, TOKENS, WARPS, WEIGHTS, Config
+from .config import COMBINERS, CONSUMERS, SCHEDULER, TILES, TOKENS, WARPS, WEIGHTS, Config
 from .epilogue_mma import SwigluEpilogue, TopkEpilogue, output_scale
 from .load_weights import (
     ROW_BYTES,
@@ -54,16 +50,8 @@ from .load_weights import (
     weight_tma,
 )
 from .mainloop_mma import MmaMainloop, MmaSmem
-from .permute import PrepareTokens, Spans, zero_unrouted
+from .permute import PrepareTokens
 from .tile_scheduler import DOWN, NONE, UP, DynamicScheduler, RowTiles, TileRing, await_h, end_tickets, signal_h, take
-
-_PERMUTING = 3  # warps that bring rows of x: that of tokens, and those that reduce
-
-
-def x_pitch(spans: Int32) -> Int32:
-    """Bytes from a row of x in shared memory to the next."""
-    return spans * (SPAN * 2) + ROW_PAD
-
 
 # Of a thread in the warpgroups behind the consumers, which keep their 128: scales take most.
 _REGISTERS = (96, 160)
@@ -154,11 +142,9 @@ class MmaExperts:
     """The launches of a call: ``prepare``, and the GEMMs, by warp roles."""
 
     def __init__(self, up: Config, down: Config, experts: int, rounded: Any, by_warp: bool, one_launch: bool):
-        self.by_warp = by_warp
-        self.prepare = PrepareTokens(up, down, experts, rounded, by_warp)
-        self.spans = Spans(None, up.token_vector)
+        self.by_warp, self.prepare = by_warp, PrepareTokens(up, down, experts, rounded, by_warp)
         self.launches = ((UP, DOWN),) if one_launch else ((UP,), (DOWN,))
-        self.up = MmaGemm(up, SwigluEpilogue(up, rounded, zeros=bool(up.resident)), up.factor_warps)
+        self.up = MmaGemm(up, SwigluEpilogue(up, rounded), up.factor_warps)
         self.down = MmaGemm(down, TopkEpilogue(down), up.factor_warps)
         self.c, self.mainloop = up, MmaMainloop(up)  # for both: their work tiles differ in the number of steps alone
 
@@ -167,8 +153,7 @@ class MmaExperts:
         self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, prepare_blocks: Int32, blocks: Int32, stream: Any
     ):
         """``x``: (parts of tokens, whole stages), to be written, as ``Tensors.h`` is."""
-        if not self.c.resident:
-            self.prepare.launch(tensors, x, scalars, prepare_blocks, stream)
+        self.prepare.launch(tensors, x, scalars, prepare_blocks, stream)
         up_loads, down_loads = (
             weight_tma(p.c, *p.of(tensors, scalars)) if self.c.by_tma else None for p in (self.up, self.down)
         )
@@ -189,24 +174,22 @@ class MmaExperts:
         table = (
             ("stages", self.c.stages, self.c.code_arrivals + 2, CONSUMERS),
             ("announced", TILES, 1, 1 + self.c.factor_warps),
-            ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1), ("x", 1, _PERMUTING, 1),
+            ("tiles", TILES, 1, CONSUMERS + 2), ("done", COMBINERS, CONSUMERS, 1),
         )  # fmt: skip
         made = rings(memory, warp, table)
         ring, done, tiles = made["stages"], made["done"], TileRing(made["announced"], made["tiles"], memory)
-        x_ready = made["x"]
         shared = MmaSmem(self.c, memory)
         bulk = BulkScales(self.c, memory, warp) if self.c.line_bytes else None
-        sort = SortByWarp(self.c.token_rows, memory) if self.by_warp else None
+        sort = SortByWarp(self.c.columns, memory) if self.by_warp else None
         if warp == WEIGHTS:
             if const_expr(self.c.by_tma):
                 cpasync.prefetch_descriptor(up_loads.atom)
                 cpasync.prefetch_descriptor(down_loads.atom)
         ticket = Int32(0)
-        if const_expr(not self.c.resident):
-            if warp == SCHEDULER:  # before all else: every other role waits for it
-                ticket = take(tensors, which[-1])
-                if const_expr(self.by_warp):
-                    sort.run(tensors)
+        if warp == SCHEDULER:  # before all else: every other role waits for it
+            ticket = take(tensors, which[-1])
+            if const_expr(self.by_warp):
+                sort.run(tensors)
         shared.clear_tokens()
         cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
@@ -214,7 +197,7 @@ class MmaExperts:
         up_tiles = self.up.row_tiles(tensors.up) if UP in which else Int32(0)
         rows = RowTiles(up_tiles, self.down.row_tiles(tensors.down) if DOWN in which else Int32(0))
         if warp < CONSUMERS:
-            self._consume(tensors, scalars, ring, tiles, done, shared, x_ready, warp)
+            self._consume(tensors, scalars, ring, tiles, done, shared, warp)
         elif warp < CONSUMERS + 4:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp == WEIGHTS:
@@ -226,13 +209,10 @@ class MmaExperts:
                     self._load_tiles_ahead(tensors, tiles, *copied)
                     await_copies()
             elif warp == TOKENS:
-                self._load_tokens(tensors, x, rows, ring, tiles, shared, x_ready, which)
+                self._load_tokens(tensors, x, rows.up, ring, tiles, shared, which)
             elif warp == SCHEDULER:
                 self._schedule(tensors, scalars, rows, tiles, ticket, sort, which)
             else:
-                if const_expr(self.c.resident):
-                    cute.arch.griddepcontrol_wait()
-                    self._permute_x(tensors, shared, x_ready, Int32(1))
                 self._combine(tensors, tiles, done, Int32(0), which)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
@@ -244,10 +224,6 @@ class MmaExperts:
                 if part < self.c.factor_warps:
                     self._load_tiles_ahead(tensors, tiles, *factors)
             else:
-                if const_expr(self.c.resident):
-                    cute.arch.griddepcontrol_wait()
-                    self._permute_x(tensors, shared, x_ready, Int32(2))
-                    zero_unrouted(tensors, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
                 self._combine(tensors, tiles, done, Int32(1), which)
 
     @cute.jit
@@ -255,17 +231,12 @@ class MmaExperts:
         self, tensors: Tensors, scalars: Scalars, rows: RowTiles, tiles: TileRing, taken: Int32, sort: Any,
         which: cutlass.Constexpr,
     ):  # fmt: skip
-        """``taken``: the first ticket, if there is a launch ahead; the next is always in flight. ``sort``: of this CTA,
-        if it sorts by itself."""
+        """``taken``: the first ticket; the next is always in flight. ``sort``: of this CTA, if it sorts by itself."""
         bulk, order = tensors.tiles, tensors.order
-        if const_expr(self.c.resident):
-            # All that the launch ahead may still be writing, or the last call of the same experts: counters, choices.
-            cute.arch.griddepcontrol_wait()
-            taken = take(tensors, which[-1])
-            sort.run(tensors)
-        elif const_expr(sort is None and UP in which):  # the second launch begins when the first has waited for them
-            cute.arch.griddepcontrol_wait()
-        if const_expr(sort is not None):
+        if const_expr(sort is None):
+            if const_expr(UP in which):  # the second launch begins when the first has waited for them
+                cute.arch.griddepcontrol_wait()
+        else:
             bulk, order = sort.sTiles, sort.sOrder
         scheduler = DynamicScheduler(rows, bulk[0, 0])
         ticket, tile_idx = cute.arch.shuffle_sync(taken, 0), Int32(0)
@@ -310,16 +281,14 @@ class MmaExperts:
 
     @cute.jit
     def _load_tokens(
-        self, tensors: Tensors, x: cute.Tensor, rows: RowTiles, ring: Ring, tiles: TileRing, shared: MmaSmem,
-        x_ready: Ring, which: cutlass.Constexpr,
+        self, tensors: Tensors, x: cute.Tensor, parts_of_h: Int32, ring: Ring, tiles: TileRing, shared: MmaSmem,
+        which: cutlass.Constexpr,
     ):  # fmt: skip
         """A lane has a token, or a part of it, or two."""
         c = self.c
         cute.arch.griddepcontrol_wait()
         # Only now may the second GEMM's launch begin: what it then reads without waiting, the work tiles, is there.
         cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(c.resident):
-            self._permute_x(tensors, shared, x_ready, Int32(0))
         lane = cute.arch.lane_idx()
         top_k = Int32(tensors.indices.shape[1])
         up_steps, down_steps = self.up.steps(tensors.up), self.down.steps(tensors.down)
@@ -339,19 +308,10 @@ class MmaExperts:
                 from_h = tensors.h.iterator.toint() + Int64(of_h) * tensors.h.stride[0] * 2
                 starts.append(cutlass.select_(down, from_h, from_x))
             tiles.release(tile_idx)
-            copied = steps
-            if const_expr(self.c.resident):
-                if not down:
-                    for k in cutlass.range(steps, unroll=1):
-                        full = ring.await_empty(n + k)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(full)
-                    copied = Int32(0)
-                    n += steps
             if const_expr(UP in which):
                 if down:
-                    await_h(tensors, line_of_h, rows)
-            for k in cutlass.range(copied, unroll=1):
+                    await_h(tensors, line_of_h, parts_of_h)
+            for k in cutlass.range(steps, unroll=1):
                 full = ring.acquire(n, count * (c.stage * 2))
                 cute.arch.sync_warp()  # announced before it begins
                 for i in cutlass.range_constexpr(len(starts)):
@@ -364,46 +324,22 @@ class MmaExperts:
             product = tiles.wait(tile_idx)
 
     @cute.jit
-    def _permute_x(self, tensors: Tensors, shared: MmaSmem, x_ready: Ring, part: Int32):
-        """A part of all rows of x, by one of the warps that do: a quad has a span at a time."""
-        quarter, spans = cute.arch.lane_idx() % 4, self.up.spans(tensors.up)
-        units = Int32(tensors.indices.shape[0]) * spans
-        for first in cutlass.range(part * 8, units, _PERMUTING * 8, unroll=1):
-            unit = first + cute.arch.lane_idx() // 4
-            token, span = unit // spans, unit % spans
-            (words,) = self.spans.words(tensors.x, token, span * SPAN, unit < units, Float32(1.0), quarter)
-            if unit < units:
-                to = shared.x + token * x_pitch(spans) + span * (SPAN * 2)
-                self.spans.store_at(to, words, quarter, cute.AddressSpace.smem)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(x_ready.full)
-
-    @cute.jit
     def _consume(
-        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: TileRing, done: Ring, shared: MmaSmem,
-        x_ready: Ring, warp: Int32,
-    ):  # fmt: skip
+        self, tensors: Tensors, scalars: Scalars, ring: Ring, tiles: TileRing, done: Ring, shared: MmaSmem, warp: Int32
+    ):
         rSum = self.mainloop.sums()
         up_spans, down_spans = self.up.spans(tensors.up), self.down.spans(tensors.down)
         n, tile_idx = Int32(0), Int32(0)
         product = tiles.wait(tile_idx)
-        if const_expr(self.c.resident):
-            x_ready.wait(Int32(0))
         while product != NONE:
             tile = tiles.tile(tile_idx)
             spans = cutlass.select_(product == UP, up_spans, down_spans)
-            row_of_x = Int32(0)
-            if const_expr(self.c.resident):
-                column = cutlass.min(cute.arch.lane_idx() % 8, tile.columns - 1)
-                token = tiles.slot(tile_idx, column) // Int32(tensors.indices.shape[1])
-                row_of_x = cutlass.select_(product == UP, shared.x + token * x_pitch(up_spans), Int32(0))
             bias = [Float32(0.0), Float32(0.0)]  # on its way while the tile is multiplied
             if product == UP:
                 bias = self.up.epilogue.lane_bias(tensors, scalars, tile, warp)
             else:
                 bias = self.down.epilogue.lane_bias(tensors, scalars, tile, warp)
-            self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp, row_of_x)
+            self.mainloop.run(rSum, tile.columns, spans, n, ring, shared, warp)
             self.mainloop.reduce_slices(rSum, shared, warp)
             if product == UP:
                 self.up.epilogue.run(tensors, scalars, rSum, bias, tile, tiles, tile_idx, shared, warp)

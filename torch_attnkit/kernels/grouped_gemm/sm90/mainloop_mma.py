@@ -72,7 +72,6 @@ class MmaSmem(Fixed):
         self._factors = memory.allocate(config.stages * config.factor_bytes, 128).toint()
         self.sums = memory.allocate(config.sum_bytes, 128).toint() if config.sum_bytes else Int32(0)
         self.results = memory.allocate(config.result_bytes, 128).toint() if config.result_bytes else Int32(0)
-        self.x = memory.allocate(config.resident_bytes, 128).toint() if config.resident else Int32(0)
 
     def _boxes(self, config: Config) -> cute.Layout:
         boxes = cute.make_layout(self.c.stages * config.boxes, stride=config.rows * ROW_BYTES)
@@ -109,12 +108,8 @@ class MmaMainloop:
         return cute.make_rmem_tensor(cute.make_layout((4, self.c.columns // 8, 2)), Float32)
 
     @cute.jit
-    def run(
-        self, rSum: cute.Tensor, columns: Int32, spans: Int32, n: Int32, ring: Ring, shared: MmaSmem, warp: Int32,
-        row_of_x: Int32,
-    ):  # fmt: skip
-        """The sums of a work tile of ``columns`` tokens and ``spans`` of K, from the ring's fill n on. ``row_of_x``:
-        where the row of the lane's token begins in shared memory, 0 if tokens are in the stages."""
+    def run(self, rSum: cute.Tensor, columns: Int32, spans: Int32, n: Int32, ring: Ring, shared: MmaSmem, warp: Int32):
+        """The sums of a work tile of ``columns`` tokens and ``spans`` of K, from the ring's fill n on."""
         c, each, own = self.c, const_expr(self.c.stage // SPAN), const_expr(self.spans)
         first = warp // c.row_warps * own  # of every stage
         whole = (spans + each - first - own) // each  # stages of which this warp has all its spans
@@ -125,13 +120,13 @@ class MmaMainloop:
             if padded == 8 * groups:
                 for k in cutlass.range(whole, unroll=1):
                     ring.wait(n + k)
-                    addrs = self._of_x(self.lane_addrs(shared, ring.slot(n + k), warp), row_of_x, k, warp)
+                    addrs = self.lane_addrs(shared, ring.slot(n + k), warp)
                     for span in cutlass.range_constexpr(own):
                         self.multiply_span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
                 for k in cutlass.range(whole, (spans + each - 1) // each, unroll=1):
                     ring.wait(n + k)
-                    addrs = self._of_x(self.lane_addrs(shared, ring.slot(n + k), warp), row_of_x, k, warp)
+                    addrs = self.lane_addrs(shared, ring.slot(n + k), warp)
                     for span in cutlass.range(spans - k * each - first, unroll=1):
                         self.multiply_span(rSum, groups, addrs, span)
                     self._release(ring, n + k)
@@ -144,23 +139,12 @@ class MmaMainloop:
         cute.arch.sync_warp()
         ring.release(n)
 
-    def _of_x(self, addrs: LaneAddrs, row_of_x: Int32, k: Int32, warp: Int32) -> LaneAddrs:
-        """``addrs`` of stage k of a row that lies in shared memory whole, if it does."""
-        c = self.c
-        if not c.resident:
-            return addrs
-        slice_ = warp // c.row_warps * (c.own_boxes * BOX * 2)
-        at = row_of_x + k * (c.stage * 2) + slice_ + cute.arch.lane_idx() // 8 * 16
-        return addrs._replace(tokens=cutlass.select_(row_of_x != 0, at, addrs.tokens))
-
     def lane_addrs(self, shared: MmaSmem, stage: Int32, warp: Int32) -> LaneAddrs:
         c, lane = self.c, cute.arch.lane_idx()
         stage = op.fresh(stage)  # or each product with it is worked out from the fill's number
         row, quarter = row_of(lane), lane % 4
         rows, slice_ = warp % c.row_warps * WARP_ROWS + row, warp // c.row_warps
-        # Columns that a stage has no tokens for multiply its last one: nobody reads their sums.
-        column = cutlass.min(lane % 8, c.token_rows - 1) if c.token_rows < 8 else lane % 8
-        row_of_tokens = column * (c.parts * c.token_row_bytes) + lane // 8 * 16
+        row_of_tokens = lane % 8 * (c.parts * c.token_row_bytes) + lane // 8 * 16
         return LaneAddrs(
             row,
             quarter,

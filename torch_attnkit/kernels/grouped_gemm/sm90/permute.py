@@ -69,15 +69,9 @@ class Spans:
         return transpose_quad
 
     def store(self, target: cute.Tensor, words: list[list[Int32]], dest: Int32, column: Int32, quarter: Int32) -> None:
-        at = target.iterator.toint() + (Int64(dest) * target.stride[0] + column) * 2
-        self.store_at(at, words, quarter)
-
-    def store_at(
-        self, address: Any, words: list[list[Int32]], quarter: Int32, space: Any = cute.AddressSpace.gmem
-    ) -> None:
-        """To where a row's span begins."""
+        at = target.iterator.toint() + (Int64(dest) * target.stride[0] + column) * 2 + quarter * 16
         for w in range(4):
-            copies.store_words(address + quarter * 16 + 64 * w, words[w], space)
+            copies.store_words(at + 64 * w, words[w])
 
 
 class SortAndPermute:
@@ -186,6 +180,7 @@ class PrepareTokens:
     def _zeros(self, tensors: Tensors):
         """A warp has a row at a time."""
         lane = cute.arch.lane_idx()
+        tokens, top_k = Int32(tensors.indices.shape[0]), Int32(tensors.indices.shape[1])
         block, blocks = cute.arch.block_idx()[0] - self.sorters, cute.arch.grid_dim()[0] - self.sorters
         warps = const_expr(_PREPARE_THREADS // 32)
         first, step = block * warps + cute.arch.warp_idx(), blocks * warps
@@ -195,17 +190,12 @@ class PrepareTokens:
             for row in cutlass.range(first, Int32(tensors.h.shape[0]), step, unroll=1):
                 for i in cutlass.range(begin + lane, columns, 32, unroll=1):
                     tensors.h[row, i] = cutlass.BFloat16(0.0)
-        zero_unrouted(tensors, first, step)
-
-
-@cute.jit
-def zero_unrouted(tensors: Tensors, first: Int32, step: Int32):
-    """By a warp: results of every ``step``-th token from ``first`` on, as far as it has no expert."""
-    lane = cute.arch.lane_idx()
-    for t in cutlass.range(first, Int32(tensors.indices.shape[0]), step, unroll=1):
-        some = Int32(0)
-        for k in cutlass.range(lane, Int32(tensors.indices.shape[1]), 32, unroll=1):
-            some += cutlass.select_(chosen(tensors, t, k) >= 0, Int32(1), Int32(0))
-        if cute.arch.warp_redux_sync(some, "add") == 0:
-            for i in cutlass.range(lane, Int32(tensors.out.shape[1]), 32, unroll=1):
-                tensors.out[t, i] = tensors.out.element_type(0.0)
+        for i in cutlass.range(first * 32 + lane, tokens * top_k, step * 32, unroll=1):
+            tensors.order[tokens * top_k + i] = Int32(0)
+        for t in cutlass.range(first, tokens, step, unroll=1):
+            some = Int32(0)
+            for k in cutlass.range(lane, top_k, 32, unroll=1):
+                some += cutlass.select_(chosen(tensors, t, k) >= 0, Int32(1), Int32(0))
+            if cute.arch.warp_redux_sync(some, "add") == 0:
+                for i in cutlass.range(lane, Int32(tensors.out.shape[1]), 32, unroll=1):
+                    tensors.out[t, i] = tensors.out.element_type(0.0)

@@ -11,20 +11,7 @@ from torch_attnkit.core import invariance
 from torch_attnkit.core.spec import short
 
 from ..problem import ALIGNMENT, BLOCK, BULK_ROWS, SPAN, STRADDLING, WARP_SLOTS, Problem, Weights, experts_compiled
-from .config import (
-    BOX,
-    BOXES,
-    CODE_ALIGNMENT,
-    CONSUMERS,
-    MOST_BLOCKS,
-    MOST_COLUMNS,
-    RESIDENT,
-    ROW_PAD,
-    SHARED,
-    WARP_ROWS,
-    WIDTHS,
-    Config,
-)
+from .config import BOX, BOXES, CODE_ALIGNMENT, CONSUMERS, MOST_BLOCKS, MOST_COLUMNS, SHARED, WARP_ROWS, WIDTHS, Config
 
 _LEAST_STAGES = 3  # of a ring whose warps multiply slices of K
 # Tokens of a work tile, in units of an expert's mean. H200, 256 MXFP4 experts of 4096 x 2048, top 6: 256 tokens take
@@ -72,7 +59,6 @@ class Plan:
     row_warps: int
     by_warp: bool  # slots are so few that every block sorts them for itself
     one_launch: bool  # for both GEMMs; always if ``by_warp``
-    resident: int  # as in ``Config``; there is no launch ahead then
     scale_vectors: tuple[int, int]
     code_alignment: int  # as in ``Config``
 
@@ -106,13 +92,9 @@ def by_mma(problem: Problem, sms: int, shared: int, bulk: bool = True) -> Plan:
     tiles = p.slots // columns + min(p.experts, p.slots)
     row_warps = CONSUMERS if invariance.is_on() else _row_warps(p, columns, tiles, sms, shared)
     c = _config(p, row_warps, columns, shared)
-    if bulk and p.slots <= WARP_SLOTS:
-        c = _resident(p, c)
-        tiles = p.slots // c.token_rows + min(p.experts, p.slots)
     up_tiles, down_tiles = (-(-w.rows // c.rows) for w in (p.up, p.down))
     x_columns, h_columns = (-(-w.columns // c.stage) * c.stage for w in (p.up, p.down))
     spans = p.tokens * x_columns // SPAN
-    counted = max(-(-down_tiles // 2) * 2, 2)  # even: two counters of h are reset by one store
     by_warp = bulk and p.slots <= WARP_SLOTS
     one_launch = by_warp or bulk and tiles * (up_tiles + down_tiles) <= _ONE_LAUNCH * sms
     return Plan(
@@ -125,13 +107,12 @@ def by_mma(problem: Problem, sms: int, shared: int, bulk: bool = True) -> Plan:
             (not by_warp) + min(max(sms - 1, 1), -(-max(spans, p.slots) // 64)),
             min(sms, tiles * max(up_tiles, down_tiles)),
         ),
-        counters=(p.tokens + 1 + (-(-2 * tiles // counted) if one_launch else 0), counted),
-        x_rows=(0 if c.resident else p.tokens * c.parts, x_columns),
+        counters=(p.tokens + 1, max(down_tiles, 2)),
+        x_rows=(p.tokens * c.parts, x_columns),
         h_rows=(p.slots * c.parts, h_columns),
         row_warps=row_warps,
         by_warp=by_warp,
         one_launch=one_launch,
-        resident=c.resident,
         scale_vectors=_few_vectors(p, c) if bulk else (_vector(p, p.up, False), _vector(p, p.down, False)),
         code_alignment=c.code_alignment,
     )
@@ -155,7 +136,6 @@ def _by_wgmma(p: Problem, widths: tuple[int, ...], group: int, warps: int, sms: 
         row_warps=warps,
         by_warp=False,
         one_launch=False,
-        resident=0,
         scale_vectors=(_vector(p, p.up, True), _vector(p, p.down, True)),
         code_alignment=_code_alignment(p),
     )
@@ -166,17 +146,6 @@ def _config(p: Problem, row_warps: int, columns: int, shared: int) -> Config:
     return Config(
         p.format, row_warps, short(p.dtype), p.activations, columns, True, 1, _code_alignment(p), shared=shared
     )
-
-
-def _resident(p: Problem, config: Config) -> Config:
-    """``config`` with all rows of x in shared memory, if they fit and cost no stage."""
-    row = -(-p.hidden // SPAN) * SPAN * 2 + ROW_PAD
-    for most, nbytes in RESIDENT.items():
-        c = replace(config, resident=most)
-        fits = p.tokens <= most and p.tokens * row <= nbytes and c.stages >= config.stages
-        if fits and c.parts == 1 and p.activations == "none":
-            return c
-    return config
 
 
 def _code_alignment(p: Problem) -> int:

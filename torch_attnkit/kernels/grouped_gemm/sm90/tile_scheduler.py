@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cutlass_dsl import dsl_user_op
 
 from torch_attnkit.cuda import memory_ops
 from torch_attnkit.cuda import warp_ops as op
-from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.ring import Fixed, Ring
 
 from ..arguments import Tensors, chosen
@@ -90,18 +88,10 @@ def end_tickets(tensors: Tensors, scheduler: DynamicScheduler, ticket: Int32, la
         cute.arch.atomic_add(_tickets(tensors, launch), -(ticket + 1), sem="relaxed", scope="gpu")
 
 
-@dsl_user_op
-def _store_2_words(target: Int64, first: Int32, second: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """8 aligned bytes to device memory."""
-    values = [Int64(target), Int32(first), Int32(second)]
-    asm(None, values, "st.global.v2.b32 [$0], {$1,$2};", memory=True, loc=loc, ip=ip)
-
-
 def _parts_of_h(tensors: Tensors, line: Int32) -> Int64:
-    """Address of the counter of row tiles of the first GEMM that are written, of a token tile; behind it stands how
-    many row tiles of the second have seen that all are."""
-    first = (Int32(tensors.indices.shape[0]) + 1) * tensors.count.stride[0]
-    return tensors.count.iterator.toint() + (Int64(first) + 2 * line) * 4
+    """Address of the counter of row tiles of the first GEMM that are written, of a token tile."""
+    slots = Int32(tensors.indices.shape[0]) * Int32(tensors.indices.shape[1])
+    return tensors.order.iterator.toint() + Int64(slots + line) * 4
 
 
 @cute.jit
@@ -114,14 +104,11 @@ def signal_h(tensors: Tensors, line: Int32):
 
 
 @cute.jit
-def await_h(tensors: Tensors, line: Int32, row_tiles: RowTiles):
-    """By one warp: until all of h is written of a token tile. Who is the last to see it resets both counters."""
+def await_h(tensors: Tensors, line: Int32, parts: Int32):
+    """By one warp: until all of h is written of a token tile."""
     if cute.arch.lane_idx() == 0:
-        parts = _parts_of_h(tensors, line)
-        while memory_ops.load_acquire(parts) < row_tiles.up:
+        while memory_ops.load_acquire(_parts_of_h(tensors, line)) < parts:
             pass
-        if op.add_acq_rel(parts + 4, Int32(1)) + 1 == row_tiles.down:
-            _store_2_words(parts, Int32(0), Int32(0))
     cute.arch.sync_warp()
     cute.arch.fence_proxy("async.global")
 
