@@ -14,6 +14,7 @@ import torch
 
 from bench import timing
 from tests.invariance.subjects import (
+    BF16,
     E4M3,
     Caches,
     Results,
@@ -70,7 +71,8 @@ def subject(name: str) -> Subject:
         "flash_attention_paged, GPT-OSS": lambda: blocks(64, gptoss, tokens=NEW),
         "flash_attention_paged, GPT-OSS' window": lambda: blocks(64, gptoss, tokens=NEW, window=128, varies=""),
         "flash_attention_paged, a wide window": lambda: blocks(32, llama, tokens=NEW, window=4096, softcap=50.0),
-        "flash_attention_paged over E4M3": lambda: blocks(32, Caches(8, 128, LONG, E4M3), tokens=NEW),
+        "flash_attention_paged over E4M3": lambda: blocks(32, Caches(8, 128, LONG, E4M3), tokens=NEW, queries=BF16),
+        "flash_attention_paged of E4M3": lambda: blocks(32, Caches(8, 128, LONG, E4M3), tokens=NEW),
         "flash_attention_varlen": lambda: packed(32, Caches(8, 128, SHORT), "", causal=True),
         "fp4_moe, GPT-OSS": lambda: experts("mxfp4", 2880, 2880, count=32, topk=4, **GPTOSS),
         "fp4_moe, NVFP4": lambda: experts("nvfp4", 2048, 768, count=64, topk=8),
@@ -84,7 +86,7 @@ ATTENTION = (
     "sdpa_decode_paged over E4M3", "sdpa_decode_paged, 16 heads a KV head", "sdpa_decode_paged, latents",
     "flash_attention_paged, single tokens", "flash_attention_paged", "flash_attention_paged, GPT-OSS",
     "flash_attention_paged, GPT-OSS' window", "flash_attention_paged, a wide window",
-    "flash_attention_paged over E4M3", "flash_attention_varlen",
+    "flash_attention_paged over E4M3", "flash_attention_paged of E4M3", "flash_attention_varlen",
 )  # fmt: skip
 TOKENWISE = ("fp4_moe, GPT-OSS", "fp4_moe, NVFP4", "gated_rmsnorm", "route_softmax")
 

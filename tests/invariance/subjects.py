@@ -137,9 +137,10 @@ def blocks(
     page: int = 16,
     tokens: tuple[int, ...] = TOKENS,
     varies: str = "sm90",
+    queries: torch.dtype | None = None,
     **options: Any,
 ) -> Subject:
-    """Blocks of queries over pages."""
+    """Blocks of queries over pages; ``queries``: the dtype of q, None is that of the caches."""
 
     def counts(chosen: list[int]) -> list[int]:
         return [min(tokens[n % len(tokens)], length) for n, length in zip(chosen, caches.of(chosen), strict=True)]
@@ -147,7 +148,8 @@ def blocks(
     def given(chosen: list[int], seed: int) -> Given:
         each = counts(chosen)
         rows = [
-            made(n, "q", count, heads, caches.dim, dtype=caches.dtype) for n, count in zip(chosen, each, strict=True)
+            made(n, "q", count, heads, caches.dim, dtype=queries or caches.dtype)
+            for n, count in zip(chosen, each, strict=True)
         ]
         offsets = torch.tensor([0, *each], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         k, v, table = caches.paged(chosen, seed, page)
@@ -259,7 +261,8 @@ def subjects() -> dict[str, Subject]:
         "flash_attention_paged, D 128": blocks(8, wide),
         "flash_attention_paged, a window": blocks(8, narrow, window=200),
         "flash_attention_paged, single tokens": blocks(8, narrow, tokens=(1,)),
-        "flash_attention_paged over E4M3": blocks(8, Caches(2, 128, dtype=E4M3)),
+        "flash_attention_paged over E4M3": blocks(8, Caches(2, 128, dtype=E4M3), queries=BF16),
+        "flash_attention_paged of E4M3": blocks(8, Caches(2, 128, dtype=E4M3)),
         "flash_attention_varlen": packed(8, narrow, causal=True),
         "flash_attention_varlen, a window": packed(8, narrow, causal=True, window=200),
         "flash_attention": padded(8, narrow),

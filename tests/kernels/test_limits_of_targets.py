@@ -149,13 +149,14 @@ def test_every_tile_of_prefill_fits(kv):
     from cutlass import BFloat16
 
     from torch_attnkit.kernels.prefill.sm80.config import MmaConfig as Prefill
-    from torch_attnkit.kernels.prefill.sm80.tiles import MMA_TILES, MmaTile, mma_tile
+    from torch_attnkit.kernels.prefill.sm80.tiles import MMA_TILES, MMA_TILES_FP8_KV, MmaTile, mma_tile
 
     most = 0
-    for (dim, dim_v), tiles in MMA_TILES.items():
-        assert {mma_tile(dim, dim_v, rows) for rows in (1, 64, 65, 1 << 20)} == set(tiles)
+    tables = (MMA_TILES, False), (MMA_TILES_FP8_KV, True)
+    for table, fp8_kv, (dim, dim_v), tiles in ((*kind, *item) for kind in tables for item in kind[0].items()):
+        assert {mma_tile(table, dim, dim_v, rows) for rows in (1, 64, 65, 1 << 20)} == set(tiles)
         for tile in tiles:
-            config = Prefill(dtype=BFloat16, dim=dim, dim_v=dim_v, kv=kv, **tile.sizes())
+            config = Prefill(dtype=BFloat16, dim=dim, dim_v=dim_v, kv=kv, fp8_kv=fp8_kv, **tile.sizes())
             most = max(most, config.shared.nbytes)
             assert config.shared.nbytes <= KB99 and config.threads <= 256, config
             assert config.shared.query.offset % 16 == config.stage_bytes % 16 == 0, config

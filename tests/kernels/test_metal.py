@@ -192,7 +192,8 @@ def _sized(op: str, dtype: torch.dtype, dim: int, dim_v: int, shared: int) -> di
 def _memory(defines: dict[str, Any]) -> int:
     dim, dim_v = defines["DIM"], defines["DIM_V"]
     if "KEYS" in defines:
-        return prefill.threadgroup_bytes(dim, dim_v, prefill.held_bytes(defines["TYPE"]), defines["KEYS"])
+        held = prefill.held_bytes(1 if defines["CODES"] else defines["TYPE"].itemsize)
+        return prefill.threadgroup_bytes(dim, dim_v, held, defines["KEYS"])
     return decode.threadgroup_bytes(dim, dim_v, defines["TILES"])
 
 

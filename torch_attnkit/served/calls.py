@@ -157,15 +157,14 @@ def _multi(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any])
 
 
 def _prefill_paged(a: Attention, dtype: torch.dtype, sink: Any, options: dict[str, Any]) -> Iterator[Asked]:
-    """Mixed batches: the longest block of queries among others of one token, all as long, or half of the tokens. Over a
-    cache of E4M3 queries are brought into it."""
+    """Mixed batches: the longest block of queries among others of one token, all as long, or half of the tokens."""
     for B, longest, S in itertools.product((*SEQUENCES, 128, 256), BLOCKS, CONTEXTS[::2]):
         totals = {longest + B - 1, min(B * longest, MOST_TOKENS), min(B * -(-longest // 2) + longest, MOST_TOKENS)}
         for tokens, stored in itertools.product(totals if longest <= S else (), (dtype, _E4M3)):
             for page, (k, v) in _pages(a, B * S, stored):
-                table, scales = meta(_I32, B, -(-S // page)), (_scale(B, a, stored),) * 3
-                q = meta(stored, tokens, a.heads, a.dim)
-                args = q, k, v, meta(_I32, B + 1), table, meta(_I32, B), sink, *scales
+                table, scale = meta(_I32, B, -(-S // page)), _scale(B, a, stored)
+                q = meta(dtype, tokens, a.heads, a.dim)
+                args = q, k, v, meta(_I32, B + 1), table, meta(_I32, B), sink, None, scale, scale
                 yield Asked("flash_attention_paged", args, dict(options, max_seqlen_q=longest, max_seqlen_k=S))
 
 

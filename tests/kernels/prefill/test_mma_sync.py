@@ -26,7 +26,7 @@ def agrees(*args: torch.Tensor, **options) -> None:
 def test_scores_that_grow_from_block_to_block(step):
     """In powers of two: 3 a block are kept for two blocks and then followed, 20 at once. Relative to the first block's
     maximum float16's probabilities would be infinite in either case."""
-    keys, rows, dim, block = 512, 70, 64, tiles.mma_tile(64, 64, 70).tile_n
+    keys, rows, dim, block = 512, 70, 64, tiles.mma_tile(tiles.MMA_TILES, 64, 64, 70).tile_n
     gen = torch.Generator().manual_seed(0)
     q = torch.zeros(1, rows, 1, dim)
     q[..., 0] = 1
@@ -42,5 +42,5 @@ def test_groups_that_divide_no_tile(group):
     gen = torch.Generator().manual_seed(group)
     q = torch.randn(2, 9, 2 * group, 32, generator=gen).bfloat16()
     k, v = (torch.randn(2, 40, 2, 32, generator=gen).bfloat16() for _ in range(2))
-    assert 9 * group % tiles.mma_tile(32, 32, 9 * group).tile_m
+    assert 9 * group % tiles.mma_tile(tiles.MMA_TILES, 32, 32, 9 * group).tile_m
     agrees(q, k, v, causal=True, window=20)

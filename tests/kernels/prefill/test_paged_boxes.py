@@ -17,12 +17,12 @@ from torch_attnkit.oracle.compare import check
 NAME = "flash_attention_paged"
 
 
-@pytest.mark.parametrize("heads", plan.TILES)
-def test_boxes_divide_pages_and_blocks(heads):
+@pytest.mark.parametrize("tiles", [*plan.TILES.values(), *plan.FP8_KV_TILES.values()])
+def test_boxes_divide_pages_and_blocks(tiles):
     for page in (8, 16, 24, 48, 64, 104, 128, 256, 544):
-        box = plan.box_of(page, heads)
-        assert page % box == 0 and plan.TILES[heads].tile_n % box == 0 and box % plan.LEAST_BOX == 0
-    assert all(plan.box_of(page, heads) == 0 for page in (1, 2, 4, 5, 12, 100, 129))
+        box = plan.box_of(page, tiles)
+        assert page % box == 0 and tiles.tile_n % box == 0 and box % plan.LEAST_BOX == 0
+    assert all(plan.box_of(page, tiles) == 0 for page in (1, 2, 4, 5, 12, 100, 129))
 
 
 LAYOUTS = {

@@ -198,14 +198,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         self.supports_decode = steps.supports_decode(self.layer, where)
         self.sink: torch.Tensor | None = None
         self.made: steps.Scales | None = None
-        if self.layer.fp8:
-            from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-            from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
-            group = head_size * num_heads // self.num_kv_heads  # columns of the query heads of a KV head
-            self.by_tensor = QuantFP8(static=True, group_shape=GroupShape.PER_TENSOR)
-            self.by_head = QuantFP8(static=True, group_shape=GroupShape(-1, group))
-            self.requests = int(get_current_vllm_config().scheduler_config.max_num_seqs)
+        self.requests = int(get_current_vllm_config().scheduler_config.max_num_seqs)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is not None:
@@ -222,10 +215,7 @@ class AttnkitImpl(AttentionImpl[steps.Step]):
         """Those of a cache in E4M3: vLLM's, of the checkpoint or ones. Its profiling run makes them, before any CUDA
         graph is captured."""
         if self.layer.fp8 and self.made is None:
-            q_scale = layer._q_scale
-            quantize = self.by_tensor if q_scale.numel() == 1 else self.by_head
-            given = q_scale, layer._k_scale, layer._v_scale
-            self.made = steps.Scales.of(given, self.requests, self.num_kv_heads, lambda q: quantize(q, q_scale)[0])
+            self.made = steps.Scales.of((layer._k_scale, layer._v_scale), self.requests, self.num_kv_heads)
         return self.made
 
     def forward(

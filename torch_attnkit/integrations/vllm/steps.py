@@ -4,8 +4,7 @@ vLLM stores keys and values side by side: a layer's cache is (Np, Hkv, Ps, 2D), 
 outside its heads in memory. Both halves are the ops' (Np, Ps, Hkv, D) as views. Nothing is copied on the way: new keys
 and values are written from where they lie, and attention writes into vLLM's own output.
 
-Caches of E4M3 hold keys and values divided by a scale. Single tokens attend them with queries of the model's dtype;
-blocks of queries are brought into E4M3 first, as vLLM's own backends do.
+Caches of E4M3 hold keys and values divided by a scale. Queries attend them in the model's dtype.
 
 The cache of an MLA layer is (Np, Ps, rank + rope): a row is the latent of a token and its rotated key. Decode reads it
 as the one KV head of all queries, whose values are the first ``rank`` columns of the same rows. Prompts are attended as
@@ -14,7 +13,6 @@ heads of their own, whose keys and values the layer makes of latents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,29 +54,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Scales:
-    """What q, k and v in E4M3 stand for themselves times, float32 (R, Hkv) each: a row a request, all rows alike. They
-    are made once for a layer, so that no step spreads a number over its requests.
+    """What k and v in E4M3 stand for themselves times, float32 (R, Hkv) each: a row a request, all rows alike. They
+    are made once for a layer, so that no step spreads a number over its requests."""
 
-    ``quantize`` brings queries (T, Hq * D) into E4M3, divided by q's.
-    """
-
-    q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    quantize: Callable[[torch.Tensor], torch.Tensor]
 
     @classmethod
-    def of(
-        cls, given: tuple[torch.Tensor, ...], requests: int, kv_heads: int,
-        quantize: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Scales:  # fmt: skip
-        """From one number or one a KV head (Hkv,) for each of q, k and v."""
-        q, k, v = (scale.detach().float().flatten().expand(requests, kv_heads).contiguous() for scale in given)
-        return cls(q, k, v, quantize)
+    def of(cls, given: tuple[torch.Tensor, ...], requests: int, kv_heads: int) -> Scales:
+        """From one number or one a KV head (Hkv,) for each of k and v."""
+        return cls(*(scale.detach().float().flatten().expand(requests, kv_heads).contiguous() for scale in given))
 
-    def rows(self, requests: int, names: str) -> dict[str, torch.Tensor]:
-        """Those of ``names`` as arguments of an op that attends so many requests."""
-        return {f"{name}_scale": getattr(self, name)[:requests] for name in names}
+    def rows(self, requests: int) -> dict[str, torch.Tensor]:
+        """As arguments of an op that attends so many requests."""
+        return {"k_scale": self.k[:requests], "v_scale": self.v[:requests]}
 
 
 @dataclass(frozen=True)
@@ -164,21 +153,14 @@ def attend(
     k, v = halves(kv_cache)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
     requests = step.kv_len.shape[0]
-    options = layer.options | ({} if scales is None else scales.rows(requests, "kv"))
+    options = layer.options | ({} if scales is None else scales.rows(requests))
     if decode and step.single:
         ops.sdpa_decode_paged_out(q, k, v, step.block_table, step.kv_len, sink, **options, out=out, lse=lse)
         return
-    into = out
-    if scales is not None:
-        q = scales.quantize(q.flatten(1)).view(q.shape)
-        options |= scales.rows(requests, "q")
-        into = out if out.dtype is torch.bfloat16 else torch.empty_like(out, dtype=torch.bfloat16)
     ops.flash_attention_paged_out(
         q, k, v, step.cu_seqlens_q, step.block_table, step.kv_len, sink, max_seqlen_q=step.max_seqlen_q,
-        max_seqlen_k=step.max_seqlen_k, **options, out=into, lse=lse,
+        max_seqlen_k=step.max_seqlen_k, **options, out=out, lse=lse,
     )  # fmt: skip
-    if into is not out:
-        out.copy_(into)
 
 
 def supports_decode(layer: Layer, target: Target) -> bool:
@@ -197,9 +179,10 @@ def refusal(op: str, layer: Layer, target: Target) -> str | None:
     # vLLM makes the model's dtype torch's default while it builds layers.
     sink = _meta(torch.float32, layer.heads) if layer.sink else None
     scale = _meta(torch.float32) if layer.fp8 else None
-    scales = dict(k_scale=scale, v_scale=scale, q_scale=scale if op == MIXED else None)
-    q = _meta(layer.cache_dtype if layer.fp8 and op == MIXED else layer.dtype, 2, layer.heads, layer.dim)
-    return _refusal(op, target, dict(q=q, k_cache=k, v_cache=v, sink=sink, **scales, **layer.options))
+    q = _meta(layer.dtype, 2, layer.heads, layer.dim)
+    return _refusal(
+        op, target, dict(q=q, k_cache=k, v_cache=v, sink=sink, k_scale=scale, v_scale=scale, **layer.options)
+    )
 
 
 def _refusal(op: str, target: Target, given: dict[str, Any]) -> str | None:

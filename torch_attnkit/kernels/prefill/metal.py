@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from torch_attnkit.core import invariance
 from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
@@ -32,9 +30,9 @@ def threadgroup_bytes(dim: int, dim_v: int, itemsize: int, keys: int) -> int:
     return keys * ((dim + dim_v) * itemsize + 64)
 
 
-def held_bytes(dtype: torch.dtype) -> int:
-    """Of an element of K and V in threadgroup memory, where E4M3 is half."""
-    return max(dtype.itemsize, 2)
+def held_bytes(itemsize: int) -> int:
+    """Of an element of K and V, of ``itemsize`` bytes, in threadgroup memory, where E4M3 is half."""
+    return max(itemsize, 2)
 
 
 def keys_of(dim: int, dim_v: int, itemsize: int) -> int:
@@ -69,7 +67,7 @@ def paged_launcher(
 ) -> Callable[[PagedOperands], None]:
     """The same for blocks of queries over pages; the rows of the block table are ``table_row`` elements apart."""
     run = _kernel(source, problem.attention, target, Pages(problem.page, problem.pages, table_row), {})
-    return lambda o: run((o.q, o.k, o.v, o.sink, o.cu_q, o.kv_len, o.table, None, None, None, o.out, o.lse, None))
+    return lambda o: run((o.q, o.k, o.v, o.sink, o.cu_q, o.kv_len, o.table, *o.scales, o.out, o.lse, None))
 
 
 def _kernel(
@@ -82,8 +80,8 @@ def _kernel(
     capacity = 0 if pages.page and pages.pages == 0 else p.keys
     rows = p.longest * p.group  # of the longest sequence and one KV head
     tiles = 2 if max(p.dim, p.dim_v) <= 128 else 1
-    codes = p.dtype.itemsize == 1
-    keys = keys_of(p.dim, p.dim_v, held_bytes(p.dtype))
+    codes = p.kv_itemsize == 1
+    keys = keys_of(p.dim, p.dim_v, held_bytes(p.kv_itemsize))
     steps = (*_query_steps(p), *_key_steps(p.k, p), *_key_steps(p.v, p))
     shape = [
         p.queries, capacity, p.group, p.batch, int(p.causal), *scores.bounds, int(p.sink), int(p.kv_len),

@@ -49,11 +49,17 @@ class Problem:
     kv_len: bool = False
     kv_start: bool = False
     scales: tuple[bool, bool, bool] = (False, False, False)  # of q, k and v
+    fp8_kv: bool = False  # keys and values are E4M3 beside queries of 16 bits
 
     @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.heads // max(1, self.kv_heads)
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of an element of k and v."""
+        return 1 if self.fp8_kv else self.dtype.itemsize
 
     @property
     def out_dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_attnkit.core.op import Kernel
-from torch_attnkit.oracle import inputs, sampling
+from torch_attnkit.oracle import cache_sampling, inputs, sampling
 from torch_attnkit.oracle.attention import visible
 
 # Pages that hold boxes of TMA and pages that are gathered; a tile of rows, several, enough for pairs of CTAs, and for
@@ -49,7 +49,10 @@ _STEPS = dict(B=64, L=1, S=8192, Hq=32, Hkv=8, D=128, Dv=128)
 BENCH = {
     f"{name}-page{page}": dict(sizes, Ps=page)
     for name, sizes in (("64x1..512x1..8192", _MIXED), ("64x1x1..8192", _STEPS)) for page in (16, 64)
-} | {"64x1..512x1..8192-page1": dict(_MIXED, Ps=1)}  # fmt: skip
+} | {
+    "64x1..512x1..8192-page1": dict(_MIXED, Ps=1),
+    "e4m3-64x1..512x1..8192-page16": dict(_MIXED, Ps=16, bits=8),
+}  # fmt: skip
 
 
 _PAGES = (16, 16, 16, 32, 48, 64, 64, 128, 256)  # keys, as random signatures draw them
@@ -67,10 +70,11 @@ def make(
     Hq, Hkv = (dims["Hq"], dims["Hkv"]) if "gqa" in features else (min(dims["Hq"], _OWN),) * 2
     kv_len = inputs.lengths(gen, B, S, unseen=bool(dims.get("unseen")))
     len_q = inputs.lengths(gen, B, L).flip(0)
+    stored = torch.float8_e4m3fn if dims.get("bits") == 8 else dtype
     args = (
         inputs.normal(gen, dtype, int(len_q.sum()) + dims.get("tail", 0), Hq, dims["D"]),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, dims["D"]),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, dims["Dv"]),
+        inputs.normal(gen, stored, Np, Ps, Hkv, dims["D"]),
+        inputs.normal(gen, stored, Np, Ps, Hkv, dims["Dv"]),
         _offsets(len_q),
         table := inputs.block_table(gen, kv_len, Ps, Np, dims["Mp"]),
         kv_len,
@@ -111,10 +115,11 @@ def bench(dims: dict[str, int], dtype: torch.dtype, gen: torch.Generator) -> tup
     Ps, Hkv = dims["Ps"], dims["Hkv"]
     kv_len = torch.tensor(keys, dtype=torch.int32)
     Np, Mp = sum(-(-n // Ps) for n in keys), -(-max(keys) // Ps)
+    stored = torch.float8_e4m3fn if dims.get("bits") == 8 else dtype
     args = (
         inputs.normal(gen, dtype, sum(queries), dims["Hq"], dims["D"]),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, dims["D"]),
-        inputs.normal(gen, dtype, Np, Ps, Hkv, dims["Dv"]),
+        inputs.normal(gen, stored, Np, Ps, Hkv, dims["D"]),
+        inputs.normal(gen, stored, Np, Ps, Hkv, dims["Dv"]),
         torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32),
         inputs.block_table(gen, kv_len, Ps, Np, Mp).clamp(min=0),
         kv_len,
@@ -126,7 +131,8 @@ def bytes(dims: dict[str, int], dtype: torch.dtype) -> int:
     """Read q, the page table and every key and value once, write out and lse."""
     queries, keys = _spread(dims)
     T, Mp = sum(queries), -(-max(keys) // dims["Ps"])
-    read = (sum(keys) * dims["Hkv"] * (dims["D"] + dims["Dv"]) + T * dims["Hq"] * dims["D"]) * dtype.itemsize
+    stored = 1 if dims.get("bits") == 8 else dtype.itemsize
+    read = sum(keys) * dims["Hkv"] * (dims["D"] + dims["Dv"]) * stored + T * dims["Hq"] * dims["D"] * dtype.itemsize
     wrote = T * dims["Hq"] * (dims["Dv"] * max(2, dtype.itemsize) + 4)
     return read + wrote + (dims["B"] * (Mp + 2) + 1) * 4
 
@@ -139,6 +145,7 @@ def flops(dims: dict[str, int]) -> int:
 
 def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
     facts, on = sampling.attention(d, row, (1, 1, 2, 3, 4, 6, 8, 16))
+    facts |= cache_sampling.bits(row)
     boxes = any(why.startswith("Ps ") for why in row.needs)
     Ps = d.kernel.choice((8, 24, *_PAGES) if boxes else (1, 1, 5, *_PAGES))
     T = d.size(min(d.limits.keys, 300))
@@ -153,7 +160,7 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
         tail_q=d.pick((0, 0, 1, 5)),
         hints=d.pick(("", "exact", "more")),
     )
-    step = sampling.aligned(row, facts["dtype"])
+    step = sampling.aligned(row, cache_sampling.stored(facts))
     facts |= {"q.at": d.layout(3, (1,)), "block_table.at": d.layout(2)}
     return facts | {f"{name}.at": d.layout(4, (0, 2), step) for name in ("k_cache", "v_cache")}
 
@@ -184,7 +191,7 @@ def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], 
     seen = torch.zeros(Np, Ps, Hkv, dtype=torch.bool)
     seen[table[b, key // Ps].long(), key % Ps] = True
     table = inputs.forgotten(table, keep, Ps, f["unused"]) if f.get("holes") else table
-    q, k, v = sampling.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), (Np, Ps, Hkv), seen, ("k_cache", "v_cache"))
+    q, k, v = cache_sampling.qkv(f, gen, (int(len_q.sum()) + f["tail_q"], Hq), (Np, Ps, Hkv), seen)
     longest = [max(n.tolist(), default=0) + (f["hints"] == "more") * 100 if f["hints"] else -1 for n in (len_q, kv_len)]
     kwargs = dict(causal=bool(f["causal"])) | sampling.score_arguments(f)
     kwargs |= dict(max_seqlen_q=longest[0], max_seqlen_k=longest[1])

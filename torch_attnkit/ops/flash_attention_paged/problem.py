@@ -24,6 +24,7 @@ def problem(call: Call) -> PagedProblem:
         causal=a.causal,
         sink=a.sink is not None,
         scales=(a.q_scale is not None, a.k_scale is not None, a.v_scale is not None),
+        fp8_kv=a.k_cache.dtype.itemsize == 1 < call.dtype.itemsize,
     )  # fmt: skip
     longest = min(a.max_seqlen_k, most) if a.max_seqlen_k >= 0 else most
     return PagedProblem(attention, d["Ps"], d["Np"], longest)

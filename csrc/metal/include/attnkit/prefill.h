@@ -10,7 +10,7 @@
 // Grid: x tiles of ROWS rows (the last first, they are the longest under causal), y KV heads, z batch, and with VARLEN
 // one more in z for the tokens past the last sequence; SIMDS simdgroups in a threadgroup, no other number.
 //
-// Defined by the host: TYPE of q, k and v, OUT_TYPE, CODES (q, k and v are E4M3: attnkit/elements.h), DIM, DIM_V, TILES
+// Defined by the host: TYPE of q, OUT_TYPE, CODES (k and v are E4M3, else of TYPE: attnkit/elements.h), DIM, DIM_V, TILES
 // (attnkit/rows.h), SIMDS, KEYS (8, 16, 24 or 32), WIDTH, VARLEN, IN_CACHE (the queries are the last keys of the cache:
 // positions count from kv_len, and a negative one sees nothing), PAGED (with VARLEN: the keys of a sequence lie in pages,
 // and kv_len counts them). WIDTH 4 needs every step and offset to be a multiple of 4.
@@ -23,6 +23,7 @@ constant constexpr int PAD = 32 / sizeof(Held);
 constant constexpr int STEP_K = DIM + PAD;
 constant constexpr int STEP_V = DIM_V + PAD;
 typedef ScoreTile<BLOCKS> Scores;
+typedef decltype(decoded(TYPE(0.0f))) Queried;  // a number of q, as registers hold it
 
 struct PrefillShape {
   long queries;  // T, or all tokens
@@ -155,7 +156,7 @@ inline Head head_of(
 
 // Q' of this simdgroup's rows, in registers.
 struct QueryTile {
-  vec<Held, 2> of[TILES][PARTS_Q];
+  vec<Queried, 2> of[TILES][PARTS_Q];
 };
 
 inline QueryTile load_q(thread const Head& head, constant PrefillShape& shape, int simd_row0, Lane at) {
@@ -170,7 +171,7 @@ inline QueryTile load_q(thread const Head& head, constant PrefillShape& shape, i
       const device TYPE* from = head.q + (row / heads) * shape.steps.q_token + (row % heads) * shape.steps.q_head;
       ATTNKIT_UNROLL
       for (int part = 0; part < PARTS_Q; part++) {
-        q.of[n][part][e] = live ? decoded(from[dim_of_part(part, at)]) : Held(0.0f);
+        q.of[n][part][e] = live ? decoded(from[dim_of_part(part, at)]) : Queried(0.0f);
       }
     }
   }
@@ -258,7 +259,7 @@ inline Scores multiply_keys(const threadgroup Held* tile_k, thread const QueryTi
       read_tile<4>(tile_k + (block * 8 + at.row) * STEP_K + d + 2 * at.col, x);
       ATTNKIT_UNROLL
       for (int n = 0; n < TILES; n++) {
-        const vec<Held, 2> qa = q.of[n][d / 8], qb = q.of[n][d / 8 + 1];
+        const vec<Queried, 2> qa = q.of[n][d / 8], qb = q.of[n][d / 8 + 1];
         multiply_add(even[n], float2(x[0], x[1]), float2(float(qa[0]), float(qa[1])));
         multiply_add(odd[n], float2(x[2], x[3]), float2(float(qb[0]), float(qb[1])));
       }

@@ -42,14 +42,16 @@ def parts(config: OneCta, scheduler: Scheduler) -> Parts:
 def ring_table(c: OneCta) -> tuple:
     """Name, stages, and how many arrivals complete a phase of the full and of the empty barriers."""
     warps = 4 * c.tiles + 4  # that have rows
+    staged = (("staged_k", c.staged, 1, c.widen_warps), ("staged_v", c.staged, 1, c.widen_warps))
     return (
-        ("tile", 2, 1, warps + 1),
-        ("k", c.stages, 1, c.ctas),
-        ("v", c.stages, 1, c.ctas),
+        ("tile", 2, 1, warps + 1 + c.widen_warps),
+        ("k", c.stages, c.widen_warps or 1, c.ctas),
+        ("v", c.stages, c.widen_warps or 1, c.ctas),
         ("q", c.tiles, 1, 1),  # a stage a tile
         ("scores", 2, 1, 8),
         ("factors", c.ahead * c.tiles, 4, 1),
         ("output", c.tiles, 1, 1),
+        *(staged if c.fp8_kv else ()),
     )
 
 

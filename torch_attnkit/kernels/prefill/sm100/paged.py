@@ -1,7 +1,8 @@
 """Host side of blocks of queries over pages on Blackwell.
 
 The kernel is that of packed sequences; its loading warp finds keys by the block table (``paged_load.py``): in boxes
-where pages hold some, or row by row. CTAs work alone: pairs would load halves of boxes.
+where pages hold some, or row by row. CTAs work alone: pairs would load halves of boxes. E4M3 beside queries of 16 bits
+comes in boxes and is widened (``widen.py``).
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
         return lambda operands: None
     # One tile in flight where no sequence has rows for two.
     chosen = plan.signature(dataclasses.replace(p, queries=min(p.queries, p.longest)))
-    box = plan.box_of(problem.page, (p.dim, p.dim_v))
+    box = plan.box_of(problem.page, plan.tiles_of(p))
     run = compile.launcher(
         target, p.device, trace_paged,
         **chosen | dict(pair=False, page=problem.page, box=box),
     )  # fmt: skip
-    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
+    read_q, read_k, read_v = query_reader(p), *(reader(t, p.kv_itemsize) for t in (p.k, p.v))
+    scaled = any(p.scales)
     launch_scalars = scalars(p.scores, 1, driver.sm_count(p.device))
     nothing = min(p.batch, p.keys, problem.pages) == 0
 
@@ -44,7 +46,7 @@ def launcher(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
             return
         k, v = read_k(o.k), read_v(o.v)
         rows = None if box else (_rows(k), _rows(v))
-        ins = (read_q(o.q), k, v, o.sink, o.cu_q, (o.kv_len, o.table, rows), None)
+        ins = (read_q(o.q), k, v, o.sink, o.cu_q, (o.kv_len, o.table, rows), o.scales if scaled else None)
         run(ins, (o.out, o.lse, None), launch_scalars)
 
     return launch

@@ -4,7 +4,7 @@ pages looked up a block ahead.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from torch_attnkit.cuda import copies
 from torch_attnkit.cuda.ring import Fixed
@@ -55,17 +55,21 @@ class OneCtaPagedLoad(Fixed):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(full, c.nbytes(ROWS, c.dim))
             cute.copy(loads.q_atom, tQgQ[None, tile.row * c.tiles + t], tQsQ[None, t], tma_bar_ptr=full)
+        ring_k, sK, ring_v, sV = rings.k, smem.sK, rings.v, smem.sV
+        if const_expr(c.fp8_kv):
+            ring_k, sK, ring_v, sV = rings.staged_k, smem.staged_k, rings.staged_v, smem.staged_v
+        row_bytes = const_expr(c.tile_n if c.fp8_kv else c.nbytes(c.tile_n, 1))
         before = key_pages
         for i in cutlass.range(0, visit.steps + 1, unroll=1):
             following = keys.key_pages(ins, tile, visit.block(i + 1))
             if i < visit.steps:
-                full = rings.k.acquire(n + i, c.nbytes(c.tile_n, c.dim))
-                k, slot = (loads.k_atom, loads.k), rings.k.slot(n + i)
-                keys.fill(k, smem.sK, slot, full, whole_k, kv_head, key_pages, visit.block(i))
+                full = ring_k.acquire(n + i, row_bytes * c.dim)
+                k, slot = (loads.k_atom, loads.k), ring_k.slot(n + i)
+                keys.fill(k, sK, slot, full, whole_k, kv_head, key_pages, visit.block(i))
             if i > 0:
-                full = rings.v.acquire(n + i - 1, c.nbytes(c.tile_n, c.dim_v))
-                v, slot = (loads.v_atom, loads.v), rings.v.slot(n + i - 1)
-                keys.fill(v, smem.sV, slot, full, whole_v, kv_head, before, visit.block(i - 1))
+                full = ring_v.acquire(n + i - 1, row_bytes * c.dim_v)
+                v, slot = (loads.v_atom, loads.v), ring_v.slot(n + i - 1)
+                keys.fill(v, sV, slot, full, whole_v, kv_head, before, visit.block(i - 1))
             before, key_pages = key_pages, following
 
 

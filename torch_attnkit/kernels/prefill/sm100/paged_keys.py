@@ -102,6 +102,35 @@ class Boxes(Fixed):
                 cute.copy(atom, source_of, to, tma_bar_ptr=full)
 
 
+class StagedBoxes(Boxes):
+    """Boxes of E4M3 with all columns, as they come: (N, D) bytes."""
+
+    def atoms(self, ins: Inputs) -> list[Any]:
+        made: list[Any] = []
+        for cache, dim in ((ins.k, self.c.dim), (ins.v, self.c.dim_v)):
+            rows = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
+            box = cute.make_ordered_layout((self.paging.box, dim), order=(1, 0))
+            made += cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), rows, box, (self.paging.box, dim)
+            )  # fmt: skip
+        return made
+
+    @cute.jit
+    def fill(
+        self, source: tuple, stage: cute.Tensor, slot: Int32, full: cute.Pointer, piece: Piece,
+        kv_head: Int32, key_pages: Int32, block: Int32,
+    ):  # fmt: skip
+        c, p = self.c, self.paging
+        atom, rows = source
+        for box in cutlass.range_constexpr(piece.keys // p.box):
+            row = (block * c.tile_n + box * p.box) % p.page // p.box
+            page = cute.arch.shuffle_sync(key_pages, box)
+            gBox = cute.local_tile(rows[None, None, kv_head, page], (p.box, piece.columns), (row, 0))
+            sBox = cute.local_tile(stage[None, None, slot], (p.box, piece.columns), (box, 0))
+            to, source_of = copies.tma_partition(atom, 0, 1, sBox, gBox)
+            cute.copy(atom, source_of, to, tma_bar_ptr=full)
+
+
 class Steps(NamedTuple):
     """How many of the rows that TMA gathers apart pages, keys and heads of a cache are."""
 

@@ -8,6 +8,7 @@ from cutlass import Float32, Int32
 
 from torch_attnkit.cuda import fake
 
+from .. import arguments as shared
 from ..types import Inputs, Outputs, Scalars
 from .types import Config
 
@@ -44,21 +45,23 @@ def arguments(dtype: str, config: Config, paging: Paging) -> list[Any]:
     """Stand-ins for what the host passes: ``Inputs``, ``Outputs``, ``Scalars`` and the stream."""
     T, B, count, Np, Hq, Hkv = (fake.dim32() for _ in range(6))
 
-    def rows(*shape: Any) -> Any:
-        return fake.tensor(dtype, shape, (*(fake.dim(8) for _ in shape[1:]), 1))
+    def rows(*shape: Any, stored: str = dtype) -> Any:
+        step = 16 if stored == "u8" else 8
+        return fake.tensor(stored, shape, (*(fake.dim(step) for _ in shape[1:]), 1))
 
     def vector(kind: str, size: Any) -> Any:
         return fake.tensor(kind, (size,), (None,), align=4)
 
     gathered = None if paging.box else tuple(rows(fake.dim32(), dim) for dim in (config.dim, config.dim_v))
+    of_kv = "u8" if config.fp8_kv else dtype
     ins = Inputs(
         rows(T, Hq, config.dim),
-        rows(Np, paging.page, Hkv, config.dim),
-        rows(Np, paging.page, Hkv, config.dim_v),
+        rows(Np, paging.page, Hkv, config.dim, stored=of_kv),
+        rows(Np, paging.page, Hkv, config.dim_v, stored=of_kv),
         vector("f32", Hq) if config.sink else None,
         vector("i32", count),
         Ends(vector("i32", B), fake.tensor("i32", (B, None), align=4), gathered),
-        None,
+        shared._scales(config, B, Hkv),
     )
     outs = Outputs(rows(T, Hq, config.dim_v), fake.tensor("f32", (T, Hq), align=4), None)
     return [ins, outs, Scalars(Float32(0), Float32(0), *(Int32(0) for _ in range(4))), fake.stream()]

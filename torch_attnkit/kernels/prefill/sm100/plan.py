@@ -35,6 +35,7 @@ class Tiles:
     stages: int
     pair: str = ""
     ctas: int = 1
+    staged: int = 0  # of E4M3 that is widened, stages of K and of V as they come
 
     def stages_of(self, itemsize: int) -> int:
         return self.stages * 2 // itemsize if self.ctas == 1 else self.stages
@@ -51,12 +52,25 @@ TILES = {
     (256, 256): Tiles(128, 1, 1, "always"),
     (512, 512): Tiles(128, 1, 4, "no window", 2),
 }
+# E4M3 pages beside queries of 16 bits, whose blocks are widened in shared memory. One CTA has a tile.
+FP8_KV_TILES = {
+    (32, 32): Tiles(128, 2, 4, staged=4),
+    (64, 64): Tiles(128, 2, 2, staged=3),
+    (96, 96): Tiles(128, 2, 2, staged=2),
+    (128, 128): Tiles(128, 2, 1, staged=2),
+    (192, 128): Tiles(128, 2, 1, staged=1),
+    (256, 256): Tiles(64, 1, 1, staged=2),
+}
+
+
+def tiles_of(problem: Problem) -> Tiles:
+    return (FP8_KV_TILES if problem.fp8_kv else TILES)[problem.dim, problem.dim_v]
 
 
 def signature(problem: Problem) -> dict[str, Any]:
     """The part of a kernel's signature that does not depend on how sequences are stored."""
     p, scores = problem, problem.scores
-    chosen = TILES[p.dim, p.dim_v]
+    chosen = tiles_of(p)
     group = p.group if p.group and _ROWS % p.group == 0 else 1
     invariant = invariance.is_on()  # then sizes of the batch decide on nothing
     rows = p.queries * group  # up to 128 are one tile
@@ -76,6 +90,7 @@ def signature(problem: Problem) -> dict[str, Any]:
         "normalize": p.normalize,
         **scores.features(),
         **({"scales": p.scales} if any(p.scales) else {}),
+        **({"fp8_kv": True, "staged": chosen.staged} if p.fp8_kv else {}),
     }
 
 
@@ -89,9 +104,9 @@ def multiprocessors(signature: dict[str, Any]) -> int:
     return TILES[signature["dim"], signature["dim_v"]].ctas
 
 
-def box_of(page: int, heads: tuple[int, int]) -> int:
+def box_of(page: int, tiles: Tiles) -> int:
     """Keys that TMA loads at once: boxes divide a page and a CTA's share of a block. 0: rows are gathered."""
-    box = math.gcd(page, TILES[heads].tile_n // TILES[heads].ctas)
+    box = math.gcd(page, tiles.tile_n // tiles.ctas)
     return box if box >= LEAST_BOX else 0
 
 

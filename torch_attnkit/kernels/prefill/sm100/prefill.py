@@ -30,6 +30,7 @@ from .types import ROWS, STATES, Config, Layouts, Loads, Mmas, Rings, SharedMemo
 # Registers per thread of the softmax (with two tiles, two), correction, and issuing warpgroups, by the number of tiles.
 # More than a launch has, 168 for each of 384 threads or 128 for each of 512, would be waited for without end.
 _REGISTERS = {1: (248, 144, 112), 2: (208, 56, 40)}
+_WIDENING = {1: _REGISTERS[1], 2: (200, 56, 56)}  # beside warps that widen K and V
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Prefill:
         self.ring_table, self.products, self.correction = part.ring_table, part.products, part.correction
         self.load = Load(config, self.scheduler, part.copies)
         self.softmax = Softmax(config, self.scheduler, part.rows, part.block)
+        self.widen: Any = None  # of E4M3 beside queries of 16 bits: ``widen.WidenKV``
 
     @cute.jit
     def __call__(self, ins: Inputs, outs: Outputs, scalars: Scalars, stream):
@@ -109,7 +111,7 @@ class Prefill:
         tmem.before_sync()
         self._sync_cluster()
         tmem.after_sync()
-        soft, correct, issue = _REGISTERS[c.tiles]
+        soft, correct, issue = (_WIDENING if c.fp8_kv else _REGISTERS)[c.tiles]
         if warp < c.correction_warp:
             cute.arch.setmaxregister_increase(soft)
             self.softmax.run(ins, scalars, smem, warp)
@@ -122,6 +124,9 @@ class Prefill:
                 self.load.run(loads, ins, outs, scalars, tiles, mmas, smem)
             if self._issues(warp):
                 self.multiply(scalars, mmas, layouts, smem)
+            if const_expr(c.fp8_kv):
+                if warp > c.load_warp:
+                    self.widen.run(scalars, smem, warp - c.load_warp - 1)
         self._sync_cluster()  # no CTA may leave while the others' products and copies still use its memory
         if warp == c.mma_warp:
             tmem.after_sync()
@@ -135,6 +140,7 @@ class Prefill:
             memory.allocate_tensor(c.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (layouts if c.p_in_smem else layouts[:3])
         ]
+        staged = self.widen.stages(memory) if c.fp8_kv else {}
         floats = lambda *shape: memory.allocate_tensor(Float32, cute.make_layout(shape), 16)
         return SharedMemory(
             Rings(**named),
@@ -144,6 +150,7 @@ class Prefill:
             sMaxima=floats(ROWS, 2) if c.p_in_smem else None,
             sFinals=floats(ROWS, STATES, 2 * c.tiles),
             tmem_base=memory.allocate(4, 4),
+            **staged,
         )
 
     def _issues(self, warp: Int32) -> Boolean:

@@ -43,6 +43,8 @@ class Config(Features):
     stages: int
     pair: bool = False  # two CTAs, on neighbouring tiles of a head, load half of every block each, for both
     split: bool = False  # several CTAs have a split of a tile's keys each, see split.py
+    fp8_kv: bool = False  # K and V are E4M3 beside queries of 16 bits, to which two warps widen them (widen.py)
+    staged: int = 0  # stages of K and of V as they come then
 
     # What OneCta and TwoCta say.
     cta_group: ClassVar[tcgen05.CtaGroup]  # of the products
@@ -102,6 +104,11 @@ class Config(Features):
     @property
     def load_warp(self) -> int:
         return 4 * self.tiles + 5
+
+    @property
+    def widen_warps(self) -> int:
+        """Behind that of loads."""
+        return 2 if self.fp8_kv else 0
 
     @property
     def threads(self) -> int:
@@ -223,6 +230,8 @@ class Rings(Fixed):
     scores: Ring  # full: S is whole; empty: P is, and the output is ready for it
     factors: Ring  # full: a softmax group has left its factors or final states; empty is not used
     output: Ring  # full: a product with V is done (of two tiles: a tile's last one); empty is not used
+    staged_k: Ring | None = None  # of E4M3 that is widened: as it comes
+    staged_v: Ring | None = None
 
 
 @dataclass
@@ -242,6 +251,8 @@ class SharedMemory(Fixed):
     sMaxima: cute.Tensor | None  # two CTAs alone: (128, 2), the threads' maxima of two blocks
     sFinals: cute.Tensor  # (128, 3, 2 * tiles), a tile's last states, of two work tiles
     tmem_base: cute.Pointer  # the allocator of tensor memory writes there
+    staged_k: cute.Tensor | None = None  # (N, D, staged) bytes of E4M3 that is widened
+    staged_v: cute.Tensor | None = None  # the same with Dv
 
 
 @dataclass

@@ -18,11 +18,12 @@ class MmaShared:
     """The shared memory of a CTA: rows of Q, K and V, each ``CHUNK`` bytes longer than what it holds."""
 
     ring: Region  # (stages, K then V of a block)
-    query: Region  # rows of a tile; where they go on to registers, over the last stage
+    block: Region  # of E4M3 that is widened, K then V of the block at work; else empty
+    query: Region  # rows of a tile; where they go on to registers, over the last stage and the block
 
     @property
     def nbytes(self) -> int:
-        return max(self.ring.end, self.query.end)
+        return max(self.block.end, self.query.end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +56,25 @@ class MmaConfig(Config):
         return self.dim * nbytes + CHUNK, self.dim_v * nbytes + CHUNK
 
     @property
+    def kv_bytes(self) -> int:
+        """Of an element of K and V as they come."""
+        return 1 if self.fp8_kv else self.dtype.width // 8
+
+    @property
+    def staged_pitches(self) -> tuple[int, int]:
+        """``pitches`` of K and V as they come."""
+        return self.dim * self.kv_bytes + CHUNK, self.dim_v * self.kv_bytes + CHUNK
+
+    @property
     def stage_bytes(self) -> int:
-        return self.tile_n * sum(self.pitches)
+        return self.tile_n * sum(self.staged_pitches)
 
     @property
     def shared(self) -> MmaShared:
         ring, query = self.stages * self.stage_bytes, self.tile_m * self.pitches[0]
-        begin = ring if not self.query_in_registers else (self.stages - 1) * self.stage_bytes
-        return MmaShared(Region(0, ring), Region(begin, query))
+        block = Region(ring, self.tile_n * sum(self.pitches) if self.fp8_kv else 0)
+        begin = block.end if not self.query_in_registers else (self.stages - 1) * self.stage_bytes
+        return MmaShared(Region(0, ring), block, Region(begin, query))
 
 
 class TileScalars(NamedTuple):

@@ -5,7 +5,9 @@
 
 A CTA has one work tile: the query heads of a KV head for as many queries as its rows hold (PackGQA), with all keys that
 these see. A block of keys is waited for by cp.async.wait_group and one CTA barrier, behind which the block before it is
-free; the copy of the next goes out there. What Hopper's kernel has of ``wgmma`` it has not, the rest is shared:
+free; the copy of the next goes out there. K and V of E4M3 beside queries of 16 bits are widened there, from their stage
+to a block that all warps read, behind a second barrier. What Hopper's kernel has of ``wgmma`` it has not, the rest is
+shared:
 
     work tiles, rows            seqlen.py, from sm90/seqlen.py
     copies                      load.py
@@ -29,6 +31,7 @@ from torch_attnkit.cuda import warp_ops as op
 from ..key_blocks import masked_keys
 from ..sm90.epilogue import with_descales
 from ..sm90.mask import BitMask, MaskRules, row_bounds
+from ..widen import widen_rows
 from .config import MmaConfig, mma_arguments
 from .epilogue import store_rows
 from .load import AsyncLoader
@@ -100,8 +103,20 @@ class PrefillMma:
                     loader.load(sources, masked, tile.block(ahead), rPages, ring + ahead % stages * c.stage_bytes)
                     loader.look_up(ins, kv_index, masked, tile.block(ahead + 1), rPages)
                 cute.arch.cp_async_commit_group()
-                self.mainloop.block(rows, masks, ring + i % stages * c.stage_bytes, tile.block(i), edge=edge)
+                stage = ring + i % stages * c.stage_bytes
+                if const_expr(c.fp8_kv):
+                    stage = self.widened(stage, c.shared.block.at(ring))
+                self.mainloop.block(rows, masks, stage, tile.block(i), edge=edge)
         return rows
+
+    def widened(self, stage: Int32, block: Int32) -> Int32:
+        """A stage of E4M3 in the elements of Q, by all threads: where it is then. Nobody reads the block before."""
+        c, thread, to = self.c, cute.arch.thread_idx()[0], block
+        for dim, pitches in zip((c.dim, c.dim_v), zip(c.staged_pitches, c.pitches, strict=True), strict=True):
+            widen_rows(stage, to, c.tile_n, dim, pitches, c.dtype, thread, c.threads)
+            stage, to = stage + c.tile_n * pitches[0], to + c.tile_n * pitches[1]
+        cute.arch.barrier()
+        return block
 
     @cute.jit
     def store(self, ins: Any, outs: Any, tile: Any, kv_index: Int32, rows: list):

@@ -15,7 +15,7 @@ from .. import launch as family
 from ..problem import Operands, PagedOperands, PagedProblem, Problem
 from ..sm90.launch import group_scalars, group_start
 from ..sm90.tiles import SINGLE_TILE
-from .tiles import mma_tile
+from .tiles import MMA_TILES, MMA_TILES_FP8, MMA_TILES_FP8_KV, mma_tile
 
 
 def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
@@ -77,8 +77,10 @@ def of_pages(problem: PagedProblem, target: Target) -> Callable[[PagedOperands],
 def _sizes(problem: Problem, queries: int) -> dict[str, Any]:
     """``queries``: of a sequence at most."""
     p = problem
-    tile = mma_tile(p.dim, p.dim_v, queries * p.group, p.dtype.itemsize == 1)
-    return {"dtype": short(p.dtype), "dim": p.dim, "dim_v": p.dim_v, **tile.sizes(), "scheduler": SINGLE_TILE}
+    table = MMA_TILES_FP8 if p.dtype.itemsize == 1 else MMA_TILES_FP8_KV if p.fp8_kv else MMA_TILES
+    tile = mma_tile(table, p.dim, p.dim_v, queries * p.group)
+    known = {"fp8_kv": True} if p.fp8_kv else {}
+    return {"dtype": short(p.dtype), "dim": p.dim, "dim_v": p.dim_v, **tile.sizes(), "scheduler": SINGLE_TILE} | known
 
 
 def _any_features(problem: Problem) -> dict[str, bool]:
@@ -89,7 +91,7 @@ def _any_features(problem: Problem) -> dict[str, bool]:
 
 def _scales(problem: Problem, given: tuple[bool, ...]) -> dict[str, tuple[bool, ...]]:
     """Which of those of E4M3 a kernel is ``given``."""
-    return {"scales": given} if problem.dtype.itemsize == 1 and any(given) else {}
+    return {"scales": given} if problem.kv_itemsize == 1 and any(given) else {}
 
 
 def trace(arch: str, **signature: Any) -> compile.Traced:

@@ -33,13 +33,13 @@ class AsyncLoader(Fixed):
 
     def __init__(self, config: MmaConfig, sequences: Any):
         self.c, self.sequences = config, sequences
-        self.nbytes = config.dtype.width // 8
+        self.nbytes = config.kv_bytes
 
     @cute.jit
     def load_query(self, q: cute.Tensor, tile: Any, target: Int32):
         """Start the copy of a tile's rows of Q; those behind the last repeat it."""
         c, thread = self.c, cute.arch.thread_idx()[0]
-        chunks = const_expr(c.dim * self.nbytes // CHUNK)
+        chunks = const_expr(c.dim * (c.dtype.width // 8) // CHUNK)
         for n in cutlass.range_constexpr(-(-c.tile_m * chunks // c.threads)):
             i = thread + n * c.threads
             if i < c.tile_m * chunks:
@@ -100,7 +100,7 @@ class AsyncLoader(Fixed):
         """Start the copy of a block into a stage."""
         c = self.c
         before, target = 0, stage
-        for dim, pitch, source in zip((c.dim, c.dim_v), c.pitches, sources, strict=True):
+        for dim, pitch, source in zip((c.dim, c.dim_v), c.staged_pitches, sources, strict=True):
             chunks, step = const_expr(dim * self.nbytes // CHUNK), self._step(dim)
             row, chunk = self._position(0, dim)
             key, to = block * c.tile_n + row, target + row * pitch + chunk * CHUNK

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 from torch_attnkit.cuda import fake
 
@@ -26,7 +26,7 @@ class Config(Features):
     """
 
     tile_m: int
-    stages: int  # of K and V; of E4M3 with PackGQA, of K and of V as it comes
+    stages: int  # of K and V; of E4M3 with PackGQA, of K and of V as it comes, of ``fp8_kv`` of both as they come
     scheduler: str = STATIC
     kv: str = "dense"
     q_stages: int = 1
@@ -39,10 +39,16 @@ class Config(Features):
     page: int = 1  # keys
     box: int = 0  # keys of a page that TMA loads at once; 0: threads copy rows
     in_order: bool = False  # from the last block to the first, also in windows, whichever rows share the tile
+    fp8_kv: bool = False  # K and V are E4M3 beside queries of 16 bits, to which the producer widens them
 
     @property
     def fp8(self) -> bool:
         return self.dtype.width == 8
+
+    @property
+    def converted(self) -> bool:
+        """Whether warps of the producer bring what TMA loads into the form that products take."""
+        return (self.fp8 or self.fp8_kv) and self.scheduler != STATIC
 
     @property
     def out_dtype(self) -> Any:
@@ -83,7 +89,7 @@ class Config(Features):
     @property
     def loader_warps(self) -> int:
         """Of the producer's warpgroup, the first: they load keys."""
-        if self.kv != "paged" or self.fp8:
+        if self.kv != "paged" or self.converted:
             return 1
         most = 2 if self.scheduler == DYNAMIC else 4  # two have other work
         if not self.box:
@@ -91,14 +97,24 @@ class Config(Features):
         return next(n for n in range(most, 0, -1) if self.boxes // self.ctas % n == 0)
 
     @property
-    def transpose_warps(self) -> int:
-        """Of the producer's warpgroup, those that transpose V."""
-        return 3 if self.fp8 and self.scheduler != STATIC else 0
+    def v_dtype(self) -> Any:
+        """Of V as products take it, and so of probabilities: widened E4M3 is exact in f16, which rounds them less."""
+        return Float16 if self.fp8_kv else self.dtype
+
+    @property
+    def convert_warps(self) -> int:
+        """Of the producer's warpgroup, those that transpose V of E4M3, or widen K and V."""
+        return 3 if self.converted else 0
+
+    @property
+    def k_stages(self) -> int:
+        """Of K as products take it."""
+        return 2 if self.fp8_kv else self.stages
 
     @property
     def v_stages(self) -> int:
         """Of V as products take it."""
-        return 2 if self.transpose_warps else self.stages
+        return 2 if self.convert_warps else self.stages
 
     @property
     def boxes(self) -> int:
@@ -130,8 +146,12 @@ class Config(Features):
     @property
     def staged_bytes(self) -> int:
         """Of Q, K and V in shared memory, and of V as it comes."""
+        if self.fp8_kv:
+            return 2 * self.tile_m * self.dim + (2 * self.k_stages + self.stages) * self.tile_n * (
+                self.dim + self.dim_v
+            )
         keys = self.stages * self.tile_n * (self.dim + self.dim_v)
-        transposed = self.tile_n * self.v_stages * self.dim_v if self.transpose_warps else 0
+        transposed = self.tile_n * self.v_stages * self.dim_v if self.convert_warps else 0
         return self.dtype.width // 8 * (self.tile_m * self.dim + keys + transposed)
 
 
@@ -280,9 +300,10 @@ def _paged_arguments(dtype: str, config: Config) -> list[Any]:
 
 def _stored(dtype: str, config: Config, queries: tuple, keys: tuple) -> list[Any]:
     """q, k and v; E4M3 as bytes."""
-    stored = "u8" if dtype == "f8e4m3" else dtype
-    shapes = (*queries, config.dim), (*keys, config.dim), (*keys, config.dim_v)
-    return [shared._rows(stored, *shape) for shape in shapes]
+    of_q = "u8" if dtype == "f8e4m3" else dtype
+    of_kv = "u8" if config.fp8_kv else of_q
+    shapes = (of_q, *queries, config.dim), (of_kv, *keys, config.dim), (of_kv, *keys, config.dim_v)
+    return [shared._rows(*shape) for shape in shapes]
 
 
 def _outputs(dtype: str, config: Config, *rows: Any) -> RowOutputs:

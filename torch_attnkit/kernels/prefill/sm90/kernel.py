@@ -6,13 +6,14 @@ How a CTA begins and ends is here. Its parts:
 
     work tiles, warp roles      tile_scheduler.py, split_kv_scheduler.py
     rows and keys of a tile     seqlen.py
-    producer                    load_tma.py, load_paged.py; transpose_v.py of E4M3
+    producer                    load_tma.py, load_paged.py; transpose_v.py of E4M3, widen.py of E4M3 beside 16 bits
     consumers                   mainloop.py, mainloop_fp8.py, mainloop_hdim512.py; mask.py
     results                     epilogue.py, combine.py
 
 A full barrier takes 1 arrival, of the producer's elected lane, and the bytes of TMA; threads that copy rows arrive
-each, and so do warps that transpose V. An empty barrier takes 4 for each consumer, of both CTAs of a pair. Consumers
-keep scores, probabilities and output in registers; with ``ping_pong`` one's softmax runs under another's products.
+each, and so do warps that transpose V or widen K and V. An empty barrier takes 4 for each consumer, of both CTAs of a
+pair. Consumers keep scores, probabilities and output in registers; with ``ping_pong`` one's softmax runs under
+another's products.
 Blocks of keys that no row of a tile sees are never loaded; only blocks at an edge of what is seen are masked. Two CTAs
 may form a ``pair``: each loads half of every block by TMA multicast, for both. The design is FlashAttention-3's.
 
@@ -48,6 +49,7 @@ class Parts:
     loader: type[TmaLoader] = TmaLoader
     split_kv: Any = None  # the module of schedulers that split keys
     of_fp8: tuple[type[Mainloop] | None, Any] = (None, None)  # the mainloop, and what transposes V in the producer
+    widen: Any = None  # what widens K and V of E4M3 there
 
 
 def trace(parts: Parts, *, dtype: str, kv: str = "dense", **signature: Any) -> tuple[Any, list[Any]]:
@@ -57,8 +59,9 @@ def trace(parts: Parts, *, dtype: str, kv: str = "dense", **signature: Any) -> t
     mainloop = (mainloop_fp8 or parts.mainloop)(c) if c.fp8 else parts.mainloop(c)
     if c.scheduler == STATIC:
         return Attention(c, StaticPersistent(c, mainloop, parts.epilogue(c, mainloop))), arguments(dtype, c)
-    sequences, transpose = SEQUENCES[kv](c), transpose_v(c, mainloop) if c.fp8 else None
-    collective = Collective(c, mainloop, sequences, parts.loader(c, mainloop, sequences, transpose))
+    converter = transpose_v(c, mainloop) if c.fp8 else parts.widen(c, mainloop) if c.fp8_kv else None
+    sequences = SEQUENCES[kv](c)
+    collective = Collective(c, mainloop, sequences, parts.loader(c, mainloop, sequences, converter))
     if c.scheduler == DYNAMIC:
         kernel = AttentionWithCounter(c, DynamicPersistent(c, collective))
     elif c.scheduler == STREAM_K:

@@ -173,7 +173,7 @@ def group_start(
     """What runs a kernel on operands, and on its inputs as a function orders them; ``workspace`` gives what it is given
     behind its scalars."""
     p = problem
-    read_q, read_k, read_v = query_reader(p), *(reader(t, p.dtype.itemsize) for t in (p.k, p.v))
+    read_q, read_k, read_v = query_reader(p), *(reader(t, p.kv_itemsize) for t in (p.k, p.v))
     scales_of = _scale_reader(p)
     unread = torch.empty(1, dtype=torch.float32, device=p.device)
 
@@ -186,9 +186,9 @@ def group_start(
 
 
 def _scale_reader(problem: Problem) -> Callable[[Scales], Scales | None]:
-    """What a kernel is given of a call's scales: of E4M3 ones where it has none, else nothing."""
+    """What a kernel is given of a call's scales: where K and V are E4M3 ones where it has none, else nothing."""
     p = problem
-    if p.dtype.itemsize > 1:
+    if p.kv_itemsize > 1:
         return lambda scales: None
     ones = torch.ones(p.batch, p.kv_heads, dtype=torch.float32, device=p.device)
     return lambda scales: tuple(ones if scale is None else scale for scale in scales)
@@ -209,7 +209,7 @@ def _workspace(problem: Problem, chosen: plan.Plan) -> Callable[[], tuple[Any, .
         return lambda: ((counter.get()[1], chosen.dynamic, chosen.section),)
     if ctas:
         splits = Workspace(p.device, 2 * ctas * split_floats(tile.tile_m, p.dim_v), ctas)
-        start = plan.start(tile, (p.dim + p.dim_v) * p.dtype.itemsize)
+        start = plan.start(tile, (p.dim + p.dim_v) * p.kv_itemsize)
         return lambda: ((*splits.get(), ctas, start),)
     return lambda: ()
 
@@ -249,10 +249,12 @@ def trace_cached(arch: str, **signature: Any) -> compile.Traced:
 
 def trace_paged(arch: str, **signature: Any) -> compile.Traced:
     """Blocks of queries over pages."""
-    from . import kernel, load_paged, mainloop_fp8, split_kv_scheduler, transpose_v
+    from . import kernel, load_paged, mainloop_fp8, split_kv_scheduler, transpose_v, widen
 
     of_fp8 = mainloop_fp8.MainloopFp8, transpose_v.TransposeV
-    parts = kernel.Parts(loader=load_paged.PagedLoader, split_kv=split_kv_scheduler, of_fp8=of_fp8)
+    parts = kernel.Parts(
+        loader=load_paged.PagedLoader, split_kv=split_kv_scheduler, of_fp8=of_fp8, widen=widen.WidenKV
+    )  # fmt: skip
     return kernel.trace(parts, **signature)
 
 

@@ -42,12 +42,14 @@ class PagedLoader(TmaLoader):
 
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self.keys = PageBoxes(self.c) if self.c.box else PageRows(self.c)
-        self.values = StagedBoxes(self.c) if self.c.fp8 else self.keys
+        c = self.c
+        staged = StagedBoxes(c) if c.converted else None
+        self.keys = staged if c.fp8_kv else PageBoxes(c) if c.box else PageRows(c)
+        self.values = staged or self.keys
 
     def loads(self, ins: PagedInputs, layouts: Layouts) -> KVLoads:
         k, v = elements(self.c, ins.k), elements(self.c, ins.v)
-        return KVLoads(*self.keys.atom(k), *self.values.atom(v))
+        return KVLoads(*self.keys.atom(k, self.c.dim), *self.values.atom(v, self.c.dim_v))
 
     def prefetch(self, loads: KVLoads) -> None:
         if self.c.box:
@@ -55,8 +57,8 @@ class PagedLoader(TmaLoader):
 
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
-        if c.fp8:
-            return self.transpose.shared_memory(memory, warp, layouts)
+        if c.converted:
+            return self.converter.shared_memory(memory, warp, layouts)
         arrivals = 4 * c.consumers * c.ctas
         full = 1 if c.box else _LANES * c.loader_warps
         found = rings(memory, warp, (("k", c.stages, full, arrivals), ("v", c.stages, full, arrivals)))
@@ -72,12 +74,13 @@ class PagedLoader(TmaLoader):
         c, stages, keys = self.c, smem.stages, self.keys
         k, v = (loads.k_atom, loads.k), (loads.v_atom, loads.v)
         of_block = keys.pages(ins, tile, kv_index, tile.block(tile.first))
-        if const_expr(c.fp8):
-            staged = smem.staged_v
+        if const_expr(c.converted):
+            staged = smem.staged
+            k_ring, k_stages = (staged.k_ring, staged.k_stages) if const_expr(c.fp8_kv) else (stages.ring_k, stages.sK)
             for step in cutlass.range(tile.first, tile.stop, unroll=1):
                 n, block = fills + step - tile.first, tile.block(step)
                 following = keys.pages(ins, tile, kv_index, tile.block(step + 1))
-                keys.load(k, stages.ring_k, stages.sK, c.dim, tile, of_block, block, n)
+                keys.load(k, k_ring, k_stages, c.dim, tile, of_block, block, n)
                 self.values.load(v, staged.ring, staged.stages, c.dim_v, tile, of_block, block, n)
                 of_block = following
         else:
@@ -108,8 +111,8 @@ class PageBoxes(Fixed):
         self.c = config
         self.count = config.boxes  # of a tile, for each of its runs of columns
 
-    def atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """For K (Np, Ps, Hkv, D), or V, and its tensor of coordinates (Ps, D, Hkv, Np)."""
+    def atom(self, cache: cute.Tensor, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+        """For K (Np, Ps, Hkv, D), or V, and its tensor of coordinates (Ps, D, Hkv, Np); ``dim``: D."""
         c = self.c
         atom = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, c.dtype, c.box_columns)
         box = cute.tile_to_shape(warpgroup.make_smem_layout_atom(atom, c.dtype), (c.box, c.box_columns), order=(0, 1))
@@ -162,26 +165,22 @@ class PageBoxes(Fixed):
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=c.dtype), layout.outer)
 
 
-class StagedBoxes(Fixed):
-    """V in boxes of keys with all columns, as it comes: (N, Dv) bytes."""
+class StagedBoxes(PageBoxes):
+    """Boxes of keys with all columns, as they come: (N, D) bytes, by one warp."""
 
-    def __init__(self, config: Config):
-        self.c = config
-
-    def atom(self, cache: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """For a cache (Np, Ps, Hkv, Dv), and its tensor of coordinates (Ps, Dv, Hkv, Np)."""
+    def atom(self, cache: cute.Tensor, dim: int) -> tuple[cute.CopyAtom, cute.Tensor]:
         c = self.c
-        box = cute.make_ordered_layout((c.box, c.dim_v), order=(1, 0))
-        return cpasync.make_tiled_tma_atom(_box_op(c), _rows_first(cache), box, (c.box, c.dim_v))
+        box = cute.make_ordered_layout((c.box, dim), order=(1, 0))
+        return cpasync.make_tiled_tma_atom(_box_op(c), _rows_first(cache), box, (c.box, dim))
 
     @cute.jit
     def load(
         self, source: tuple, ring: Ring, stage: cute.Tensor, dim: cutlass.Constexpr, tile: WorkTile, pages_of: Int32,
         block: Int32, n: Int32,
     ):  # fmt: skip
-        """Block ``block`` as fill n of a ring over stage (N, Dv, stages); lane l has the l-th box's page."""
+        """Block ``block`` as fill n of a ring over stage (N, D, stages); lane l has the l-th box's page."""
         c, (atom, rows) = self.c, source
-        full = ring.acquire(n, c.tile_n * c.dim_v)
+        full = ring.acquire(n, c.tile_n * dim)
         each, first = const_expr(c.boxes // c.ctas), Int32(0)
         if const_expr(c.pair):
             first = cute.arch.block_in_cluster_idx()[0] * each
@@ -190,8 +189,8 @@ class StagedBoxes(Fixed):
             box = first + i
             row = (block * c.tile_n + box * c.box) % c.page // c.box
             page = cute.arch.shuffle_sync(pages_of, box)
-            gBox = cute.local_tile(rows[None, None, tile.kv_head, page], (c.box, c.dim_v), (row, 0))  # (box, Dv)
-            sBox = cute.local_tile(stage[None, None, ring.slot(n)], (c.box, c.dim_v), (box, 0))
+            gBox = cute.local_tile(rows[None, None, tile.kv_head, page], (c.box, dim), (row, 0))  # (box, D)
+            sBox = cute.local_tile(stage[None, None, ring.slot(n)], (c.box, dim), (box, 0))
             to, source_of = copies.tma_partition(atom, 0, 1, sBox, gBox)
             cute.copy(atom, source_of, to, tma_bar_ptr=full, **mask)
 
@@ -208,7 +207,7 @@ class PageRows(Fixed):
         self.c = config
         self.rows = config.tile_n // config.loader_warps  # of a warp
 
-    def atom(self, cache: cute.Tensor) -> tuple[cute.Pointer, cute.Tensor]:
+    def atom(self, cache: cute.Tensor, dim: int) -> tuple[cute.Pointer, cute.Tensor]:
         """No copy atom is needed."""
         return cache.iterator, cache
 

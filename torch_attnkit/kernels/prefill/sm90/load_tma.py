@@ -44,7 +44,7 @@ class SharedMemory(Fixed):
     """Mbarriers, then Q, K and V; and once these have been read, a split's partial result over all three."""
 
     stages: Stages
-    staged_v: Any = None  # of E4M3: V as it comes, and its ring (``transpose_v.StagedV``)
+    staged: Any = None  # K or V as they come, and their rings (``transpose_v.StagedV``, ``widen.StagedKV``)
 
     @property
     def partial(self) -> Int32:
@@ -98,21 +98,21 @@ class TmaLoader(Fixed):
     """Loads the blocks of a work tile whose rows a KV head's query heads share. V is one block behind K, as the
     consumers need it; of E4M3, which is transposed first, beside K.
 
-    ``transpose`` is what transposes V of E4M3 (``transpose_v.TransposeV``), else None.
+    ``converter`` is what transposes V of E4M3, or widens K and V (``TransposeV``, ``WidenKV``), else None.
     """
 
-    def __init__(self, config: Config, mainloop: Mainloop, sequences: Sequences, transpose: Any):
-        self.c, self.mainloop, self.sequences, self.transpose = config, mainloop, sequences, transpose
+    def __init__(self, config: Config, mainloop: Mainloop, sequences: Sequences, converter: Any):
+        self.c, self.mainloop, self.sequences, self.converter = config, mainloop, sequences, converter
 
     def layouts(self) -> Layouts:
         c = self.c
-        shape_v = (c.dim_v, c.tile_n, c.v_stages) if c.fp8 else (c.tile_n, c.dim_v, c.stages)
-        shapes = (c.tile_m, c.dim, c.q_stages), (c.tile_n, c.dim, c.stages), shape_v
+        shape_v = (c.dim_v, c.tile_n, c.v_stages) if c.fp8 else (c.tile_n, c.dim_v, c.v_stages)
+        shapes = (c.tile_m, c.dim, c.q_stages), (c.tile_n, c.dim, c.k_stages), shape_v
         return Layouts(*(self.mainloop.layout(shape) for shape in shapes))
 
     def loads(self, ins: Any, layouts: Layouts) -> KVLoads:
         c, atoms = self.c, []
-        layout_v = self.transpose.staged_layout() if c.fp8 else layouts.v
+        layout_v = self.converter.staged_layout() if c.fp8 else layouts.v
         for tensor, layout in ((ins.k, layouts.k), (ins.v, layout_v)):
             atoms += copies.tma_atom(select(elements(c, tensor), self.sequences.key_modes), layout, c.ctas)
         return KVLoads(*atoms)
@@ -120,7 +120,7 @@ class TmaLoader(Fixed):
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts) -> SharedMemory:
         c = self.c
         if c.fp8:
-            return self.transpose.shared_memory(memory, warp, layouts)
+            return self.converter.shared_memory(memory, warp, layouts)
         rings = self.mainloop.rings(memory, warp, ((c.stages, c.pair), (c.stages, c.pair)))
         return SharedMemory(Stages(SingleFill(), *rings, *self.mainloop.operands(memory, layouts)))
 
@@ -135,7 +135,7 @@ class TmaLoader(Fixed):
         k_head, v_head = (self.sequences.keys(t, tile, kv_index) for t in (loads.k, loads.v))
         gK = cute.local_tile(k_head, (c.tile_n, c.dim), (None, 0))  # (N, D, blocks)
         gV = cute.local_tile(v_head, (c.tile_n, c.dim_v), (None, 0))
-        target_v = (smem.staged_v.ring, smem.staged_v.stages) if c.fp8 else (stages.ring_v, stages.sV)
+        target_v = (smem.staged.ring, smem.staged.stages) if c.fp8 else (stages.ring_v, stages.sV)
         copy = TileCopies(c, loads, gK, gV, rank, ((stages.ring_k, stages.sK), target_v))
         if const_expr(c.fp8):
             known = lambda block: block

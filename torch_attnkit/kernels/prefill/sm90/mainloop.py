@@ -86,8 +86,9 @@ class Mainloop(Fixed):
         return self._mma(c.tile_n, major.K), self._mma(c.dim_v, of_v, warpgroup.OperandSource.RMEM)
 
     def _mma(self, columns: int, major: Any, *source: Any) -> cute.TiledMma:
-        """Of all consumers, 64 rows each."""
-        dtype, tiles = self.c.dtype, (self.c.consumers, 1, 1)
+        """Of all consumers, 64 rows each; with a ``source`` that of P and V."""
+        tiles = (self.c.consumers, 1, 1)
+        dtype = self.c.v_dtype if source else self.c.dtype
         return hopper.make_trivial_tiled_mma(
             dtype, dtype, OperandMajorMode.K, major, Float32, tiles, (64, columns), *source
         )
@@ -110,15 +111,17 @@ class Mainloop(Fixed):
 
     def operands(self, memory, layouts) -> list[cute.Tensor]:
         """sQ, sK and sV of ``Stages``."""
+        dtypes = self.c.dtype, self.c.dtype, self.c.v_dtype
         return [
-            memory.allocate_tensor(self.c.dtype, layout.outer, 1024, swizzle=layout.inner) for layout in layouts
+            memory.allocate_tensor(dtype, layout.outer, 1024, swizzle=layout.inner)
+            for dtype, layout in zip(dtypes, layouts, strict=True)
         ]  # (M, D, q_stages), (N, D, stages), (N, Dv, stages)
 
     def consumer(self, thread: Int32, stages: Stages, qk_mma, pv_mma, scalars) -> Consumer:
         """The consumer that ``thread`` of all consumers' belongs to."""
         c = self.c
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        by_column = cute.make_ordered_layout((c.dim_v, c.tile_n, c.stages), order=(1, 0, 2))
+        by_column = cute.make_ordered_layout((c.dim_v, c.tile_n, c.v_stages), order=(1, 0, 2))
         sVt = cute.composition(stages.sV, by_column)  # (Dv, N, stages)
         qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
         rP = pv.make_fragment_A(pv.partition_shape_A((c.tile_m, c.tile_n)))
@@ -200,7 +203,7 @@ class Mainloop(Fixed):
 
     def _pack(self, w: Consumer, rS: cute.Tensor) -> None:
         """Round P."""
-        softmax.pack_into(w.rP_pairs, rS, self.c.dtype)
+        softmax.pack_into(w.rP_pairs, rS, self.c.v_dtype)
 
     def _online(self, w: Consumer, rS: cute.Tensor, *, first: bool) -> list:
         c = self.c
@@ -280,7 +283,7 @@ class Mainloop(Fixed):
         if masked.overlap(low, high):
             w.stages.ring_v.wait(n)
             slot = w.stages.ring_v.slot(n)
-            zeros = cute.make_rmem_tensor(8, c.dtype)
+            zeros = cute.make_rmem_tensor(8, c.v_dtype)
             zeros.fill(0.0)
             chunks = c.dim_v // 8
             threads = WARPGROUP * c.consumers

@@ -16,7 +16,7 @@ from torch_attnkit.cuda.sm90.clusters import resident_clusters
 
 from ..launch import section
 from ..problem import PagedProblem, Problem
-from .tiles import BITS16, DYNAMIC, FP8, SINGLE_TILE, STREAM_K, TILES, Tile, Tiles, smaller
+from .tiles import BITS16, DYNAMIC, FP8, FP8_KV, SINGLE_TILE, STREAM_K, TILES, Tile, Tiles, smaller
 
 # Of stream-K CTAs: bytes of keys and values that take as long as a work tile's start and end; how many tiles for each
 # multiprocessor, and of how many keys, they are used from. docs/lab/prefill.md has the times.
@@ -65,7 +65,8 @@ class Plan(NamedTuple):
 
 
 def tiles(problem: Problem) -> Tiles:
-    return TILES[FP8 if problem.dtype.itemsize == 1 else BITS16, problem.dim, problem.dim_v]
+    elements = FP8 if problem.dtype.itemsize == 1 else FP8_KV if problem.fp8_kv else BITS16
+    return TILES[elements, problem.dim, problem.dim_v]
 
 
 # Tiles of one head.
@@ -188,7 +189,8 @@ def group_signature(problem: Problem, plan: Plan, kv: str) -> dict[str, Any]:
     where the dynamic scheduler has dense or packed batches, those that few calls have; others are scalars."""
     p = problem
     known = {"kv": kv, "scheduler": plan.scheduler, "softcap": p.scores.capped} | _sizes(p) | plan.tile.of_a_group()
-    known |= _promoted(p) | ({"scales": (True, True, True)} if p.dtype.itemsize == 1 else {})
+    known |= _promoted(p) | ({"scales": (True, True, True)} if p.kv_itemsize == 1 else {})
+    known |= {"fp8_kv": True} if p.fp8_kv else {}
     if plan.dynamic:
         known |= {"group": p.group, "q_stages": _query_stages(p, plan.tile)}
     if kv in ("dense", "packed"):
@@ -251,7 +253,7 @@ def of_pages(problem: PagedProblem, sms: int) -> Plan:
         if queued and box_of(problem.page, queued) and row_tiles * groups > sms and fills(queued, p.group):
             return Plan(queued, dynamic=sms, box=box_of(problem.page, queued))
         # A pair needs keys that both have, by TMA.
-        if rows > _PAIRED_TILES * pairs.tile_m and box_of(problem.page, pairs):
+        if pairs.pair and rows > _PAIRED_TILES * pairs.tile_m and box_of(problem.page, pairs):
             return Plan(pairs, 2, box=box_of(problem.page, pairs))
     return Plan(chosen, ctas, box=box_of(problem.page, chosen))
 

@@ -38,8 +38,9 @@ class SingleTile(GroupScheduler):
     """
 
     def __init__(self, config: Config, collective: Collective):
-        busy = config.fp8 or (config.kv == "paged" and not config.box)
-        super().__init__(config, collective, "busy producer" if busy else "one producer warp")
+        busy = config.converted or (config.kv == "paged" and not config.box)
+        role = "widening producer" if config.fp8_kv else "busy producer" if busy else "one producer warp"
+        super().__init__(config, collective, role)
         assert config.partial_bytes <= config.staged_bytes, config
 
     def launch_shape(self, scalars: GroupScalars) -> dict[str, Any]:
@@ -61,8 +62,8 @@ class SingleTile(GroupScheduler):
         ins, _, scalars, _ = args
         if warp < self.c.loader_warps:
             self.of.loader.produce(loads, ins, tile, kv_index, smem, Int32(0))
-        elif const_expr(self.c.transpose_warps):
-            self.of.loader.transpose.run(scalars, tile, smem, Int32(0))
+        elif const_expr(self.c.convert_warps):
+            self.of.loader.converter.run(scalars, tile, smem, Int32(0))
         self._idle_through_combine(scalars)
 
     @cute.jit
@@ -118,7 +119,7 @@ class StreamK(GroupScheduler):
     """
 
     def __init__(self, config: Config, collective: Collective):
-        super().__init__(config, collective, "stream-K, transpose" if config.transpose_warps else "stream-K")
+        super().__init__(config, collective, "stream-K, convert" if config.convert_warps else "stream-K")
         self.partition = StreamKPartition(config, collective.sequences)
 
     def grid(self, ins: Any, scalars: GroupScalars, work: SplitWorkspace) -> Int32:
@@ -127,7 +128,7 @@ class StreamK(GroupScheduler):
     def shared_memory(self, memory: Any, warp: Int32, layouts: Layouts, work: SplitWorkspace) -> SharedMemory:
         c = self.c
         smem = self.of.loader.shared_memory(memory, warp, layouts)
-        ring = rings(memory, warp, (("tiles", _TILES, 1, 4 * c.consumers + c.transpose_warps),))["tiles"]
+        ring = rings(memory, warp, (("tiles", _TILES, 1, 4 * c.consumers + c.convert_warps),))["tiles"]
         self.tiles = TileInfoRing(ring, memory.allocate_tensor(Int32, cute.make_layout((TILE_INFO, _TILES)), 16))
         sCount = memory.allocate_tensor(Int32, cute.make_layout(2), 8)
         addresses = (t.iterator.toint() for t in (work.splits, work.count))
@@ -136,12 +137,12 @@ class StreamK(GroupScheduler):
 
     @cute.jit
     def produce(self, args: Arguments, loads: KVLoads, smem: SharedMemory, warp: Int32, first: None):
-        loaders, transposing = const_expr(self.c.loader_warps), const_expr(self.c.transpose_warps)
+        loaders, transposing = const_expr(self.c.loader_warps), const_expr(self.c.convert_warps)
         if warp < loaders:
             self.load(args, loads, smem, warp)
         elif const_expr(transposing):
             if warp < loaders + transposing:
-                self.transpose(args.ins, args.scalars, smem)
+                self.convert(args.ins, args.scalars, smem)
 
     @cute.jit
     def load(self, args: Arguments, loads: KVLoads, smem: SharedMemory, warp: Int32):
@@ -162,9 +163,9 @@ class StreamK(GroupScheduler):
             self.tiles.write(n, [Int32(-1)])
 
     @cute.jit
-    def transpose(self, ins: Any, scalars: GroupScalars, smem: SharedMemory):
-        """Every warp that transposes V."""
-        run = self.of.loader.transpose.run
+    def convert(self, ins: Any, scalars: GroupScalars, smem: SharedMemory):
+        """Every warp that transposes V, or widens K and V."""
+        run = self.of.loader.converter.run
         self.each_tile(ins, lambda info, n, fills: run(scalars, info.tile, smem, fills))
 
     @cute.jit

@@ -337,10 +337,10 @@ class Collective:
         """Leaves the output of 64 rows in registers, not divided yet; returns the consumer with this tile's scalars,
         and the sums of a lane's two rows.
 
-        Of E4M3 q's and k's scales fold into the scale of the scores, v's into the output.
+        Where K and V are E4M3, q's and k's scales fold into the scale of the scores, v's into the output.
         """
         c = self.c
-        if not c.fp8:
+        if not any(c.scales):
             self._load_queries(rows, tile, smem.stages.sQ, w)
             return w, self.attend_loaded(w, scalars, tile, Int32(0), fills)
         head = tile.kv_head * tile.group
@@ -405,10 +405,11 @@ _REGISTERS = {
     "one producer warp": {(1, 1): (56, 256), (1, 2): (24, 232), (2, 1): (24, 240), (3, 1): (32, 160)},
     # Addresses of rows of pages, or the transposition of V.
     "busy producer": {(1, 1): (56, 256), (1, 2): (40, 216), (2, 1): (40, 232)},
+    "widening producer": {(1, 1): (96, 256), (1, 2): (56, 200), (2, 1): (56, 224)},
     # The producer's warpgroup has a scheduler, and may transpose V beside it.
     "dynamic": {(2, 1): (40, 232), (3, 1): (32, 160)},
     "stream-K": {(1, 1): (96, 256), (1, 2): (48, 208)},
-    "stream-K, transpose": {(1, 1): (96, 256), (1, 2): (56, 200)},
+    "stream-K, convert": {(1, 1): (96, 256), (1, 2): (56, 200)},
 }
 
 

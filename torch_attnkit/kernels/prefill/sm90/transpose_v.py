@@ -77,8 +77,8 @@ class TransposeV(Fixed):
         consumers = 4 * c.consumers
         table = (
             ("k", c.stages, 1, consumers * c.ctas),
-            ("staged", c.stages, 1, c.transpose_warps * c.ctas),
-            ("v", c.v_stages, c.transpose_warps, consumers),
+            ("staged", c.stages, 1, c.convert_warps * c.ctas),
+            ("v", c.v_stages, c.convert_warps, consumers),
         )
         found = rings(memory, warp, table)
         k, ring = (Ring(found[name].full, found[name].empty, c.stages, c.pair) for name in ("k", "staged"))
@@ -95,14 +95,14 @@ class TransposeV(Fixed):
 
         ``fills`` of both rings were before.
         """
-        c, source, target, sV = self.c, smem.staged_v.ring, smem.stages.ring_v, smem.stages.sV
+        c, source, target, sV = self.c, smem.staged.ring, smem.stages.ring_v, smem.stages.sV
         masked = masked_keys(c, tile.seq, scalars)
         for step in cutlass.range(tile.first, tile.stop, unroll=1):
             n = fills + step - tile.first
             first = tile.block(step) * c.tile_n
             target.await_empty(n)
             source.wait(n)
-            words, sVt = smem.staged_v.words[None, None, source.slot(n)], sV[None, None, target.slot(n)]
+            words, sVt = smem.staged.words[None, None, source.slot(n)], sV[None, None, target.slot(n)]
             if masked.overlap(first, first + c.tile_n):
                 self._block(words, sVt, first, masked)
             else:
@@ -119,7 +119,7 @@ class TransposeV(Fixed):
         c = self.c
         quads = const_expr(c.dim_v // _COLUMNS)
         thread = cute.arch.thread_idx()[0] - _LANES
-        for i in cutlass.range(thread, quads * (c.tile_n // _KEYS), _LANES * c.transpose_warps, unroll=1):
+        for i in cutlass.range(thread, quads * (c.tile_n // _KEYS), _LANES * c.convert_warps, unroll=1):
             quad, chunk = i % quads, i // quads
             swap = chunk % 2 if const_expr(quads < _LANES) else 0
             rotation = quad // 2 % _COLUMNS
