@@ -218,6 +218,17 @@ def _hash(a: Args) -> Masks:
     return dict(tid2eid=~used)
 
 
+def _slots(a: Args) -> Masks:
+    """Slots that are written and not read: no step begins with them."""
+    index, tokens = a["state_index"].long(), a["q"].shape[1]
+    column = torch.zeros(len(index), dtype=torch.long) if a["accepted"] is None else a["accepted"].long() - 1
+    first = index.gather(1, column.clamp(0, tokens - 1)[:, None])[:, 0]
+    lost = torch.zeros(len(a["state"]), dtype=torch.bool)
+    lost[index[(index >= 0) & (first >= 0)[:, None]]] = True
+    lost[first[first >= 0]] = False
+    return dict(state=lost[:, None, None, None].expand_as(a["state"]))
+
+
 MASKED: dict[str, Callable[[Args], Masks]] = {
     "sdpa_decode": _caches,
     "sdpa_multi": _caches,
@@ -241,6 +252,7 @@ MASKED: dict[str, Callable[[Args], Masks]] = {
     "mxfp4_dequantize": lambda a: _padding(a | dict(format="mxfp4")),
     "merge_partials": _partials,
     "route_hash": _hash,
+    "gated_delta_step": _slots,
 }
 ALL = {
     "gated_rmsnorm", "gated_rmsnorm_backward", "inverse_rope_fp4", "mxfp4_quantize", "nvfp4_quantize", "route_softmax",

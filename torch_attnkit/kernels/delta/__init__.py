@@ -1,0 +1,6 @@
+"""The gated delta rule: a matrix of state for each head, which every token decays, corrects and reads."""
+
+from torch_attnkit.core.family import Launcher
+
+NVIDIA_STEP = Launcher(f"{__name__}.launch", "step")
+METAL_STEP = Launcher(f"{__name__}.metal", "step", of_op=True)

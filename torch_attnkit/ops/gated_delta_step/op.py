@@ -1,0 +1,105 @@
+"""gated_delta_step: a few tokens of each sequence through the gated delta rule, a decode step of Gated DeltaNet.
+
+Every value head has a matrix S, (V, K), in a pool of slots. A token with key k, query q, value v and gates a, b does
+
+    S <- exp(g) S;   u = beta (v - S k');   S <- S + u k'^T;   out = S q'
+
+with g = -exp(A_log) softplus(a + dt_bias), beta = beta_scale sigmoid(b), k' = k / sqrt(|k|^2 + eps) and q' likewise,
+times ``scale``; without ``qk_l2norm`` k' is k and q' is scale q. Value head h has the key head h // (Hv / Hk). All of
+it is float32, out is rounded once.
+
+Sequence b begins with the state of slot ``state_index[b, accepted[b] - 1]``, or of column 0 without ``accepted``; the
+state after token t goes to slot ``state_index[b, t]``, in place. So drafts keep a state each, and the next step begins
+with that of the last one that was accepted. A slot of -1 keeps nothing; where it is the first one, nothing is read
+either, and out is 0. No two sequences may name one slot.
+Source: Gated Delta Networks (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it; slots as servers keep them.
+"""
+
+from torch_attnkit.core import Kernel, Op
+from torch_attnkit.kernels import delta
+from torch_attnkit.kernels.delta import metal
+from torch_attnkit.kernels.delta.launch import LANES, MOST_DIM, VECTOR
+from torch_attnkit.oracle import meanings
+
+MOST_TOKENS = 8
+
+OP = Op(
+    schema="gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor a, Tensor b, Tensor A_log, Tensor dt_bias,"
+    " Tensor(a!) state, Tensor state_index, Tensor? accepted=None, *, float? scale=None, bool qk_l2norm=True,"
+    " float eps=1e-6, float beta_scale=1.0) -> Tensor out",
+    dims={
+        "q": "B n Hk K",
+        "k": "B n Hk K",
+        "v": "B n Hv V",
+        "a": "B n Hv",
+        "b": "B n Hv",
+        "A_log": "Hv:f32|T",
+        "dt_bias": "Hv:f32|T",
+        "state": "Ns Hv V K:f32",
+        "state_index": "B n:i32<i64",
+        "accepted": "B:i32<i64",
+        "out": "B n Hv V",
+    },
+    meaning=dict(
+        q="Queries of the new tokens.",
+        k="Keys of the new tokens.",
+        v="Values of the new tokens.",
+        a="Gate of the decay, before dt_bias, softplus and the factor -exp(A_log).",
+        b="Gate of the correction, before the sigmoid.",
+        A_log="Natural logarithm of each head's rate of decay.",
+        dt_bias="What is added to a, for each head.",
+        state="Pool of states, written in place. Slots that state_index does not name stay as they are.",
+        state_index="Slot of the state after each token, -1 to Ns - 1; -1 keeps none. The step begins with the state of"
+        " column accepted - 1, or of column 0.",
+        accepted="Tokens of the step before that were accepted, for each sequence; cut off at 1 and n. None is 1.",
+        scale="Factor of q; None is 1 / sqrt(K).",
+        qk_l2norm="Whether q and k are divided by sqrt(sum of their squares + eps).",
+        eps="Added to the sum of the squares before the root is taken; above 0.",
+        beta_scale="Factor of sigmoid(b): 2 allows eigenvalues from -1 to 1.",
+        out="S q' of each token, with the state after it, computed in float32 and rounded once; 0 where a sequence has"
+        " no state.",
+    ),
+    axes=meanings.axes(
+        "B",
+        n="tokens of a sequence",
+        Hk="heads of q and k; Hv / Hk neighbouring value heads share one",
+        Hv="value heads, each with a state",
+        K="channels of a head of q and k",
+        V="channels of a value head",
+        Ns="slots of the pool",
+    ),
+    where={
+        "Hv must be a multiple of Hk": lambda c: c.dim["Hk"] > 0 and c.dim["Hv"] % c.dim["Hk"] == 0,
+        "n must be 1 to 8": lambda c: 1 <= c.dim["n"] <= MOST_TOKENS,
+        "K must be at least 1": lambda c: c.dim["K"] > 0,
+        "eps must be positive": lambda c: c.arg.eps > 0,
+        "state must not overlap itself": lambda c: all(
+            c.arg.state.stride(axis) > 0 or c.arg.state.shape[axis] < 2 for axis in range(3)
+        ),
+    },
+    whole="slots are shared by all sequences; give each process its own pool, or some heads",
+    kernels=(
+        Kernel(
+            "cuda",
+            "bf16 f16 f32",
+            needs={
+                f"K must be a multiple of {LANES * VECTOR} up to {MOST_DIM}": lambda c: (
+                    c.dim["K"] % (LANES * VECTOR) == 0 and c.dim["K"] <= MOST_DIM
+                ),
+                "at most 65535 sequences": lambda c: c.dim["B"] < 2**16,
+                "fewer than 2^31 rows of a state": lambda c: c.dim["Hv"] * (c.dim["V"] + 16) < 2**31,
+            },
+            launcher=delta.NVIDIA_STEP,
+        ),
+        Kernel(
+            "mps",
+            "bf16 f16 f32",
+            needs={
+                f"K must be a multiple of {metal.VECTOR} up to {MOST_DIM}": lambda c: (
+                    c.dim["K"] % metal.VECTOR == 0 and c.dim["K"] <= MOST_DIM
+                ),
+            },
+            launcher=delta.METAL_STEP,
+        ),
+    ),
+)
