@@ -20,6 +20,8 @@ MODELS = {
     "gemma3": None,
     **{name: None for name in ("llama", "mistral", "gemma2", "Qwen3ForCausalLM")},
     "Qwen3MoeForCausalLM": "mxfp4",
+    "qwen3_5": None,
+    "qwen3_next": "mxfp4",
 }
 _OFTEN = {("gpt_oss", False), ("deepseek_v3", False), ("gemma3", True)}
 _CASES = [(name, masked) for name in MODELS for masked in (False, True)]

@@ -37,16 +37,20 @@ SWAPPED = {
     "gemma2": {"Gemma2Attention": 2},
     "gemma3": {"Gemma3Attention": 2},
     "gpt_oss": {"GptOssAttention": 2, "GptOssTopKRouter": 2},
-    "qwen3_5": {"Qwen3_5Attention": 1, "Qwen3_5RMSNormGated": 3},
-    "qwen3_5_moe": {"Qwen3_5MoeAttention": 1, "Qwen3_5MoeRMSNormGated": 3, "Qwen3_5MoeTopKRouter": 4},
-    "qwen3_next": {"Qwen3NextAttention": 1, "Qwen3NextRMSNormGated": 3, "Qwen3NextTopKRouter": 4},
+    "qwen3_5": {"Qwen3_5Attention": 1, "Qwen3_5GatedDeltaNet": 3, "Qwen3_5RMSNormGated": 3},
+    "qwen3_5_moe": {
+        "Qwen3_5MoeAttention": 1, "Qwen3_5MoeGatedDeltaNet": 3, "Qwen3_5MoeRMSNormGated": 3, "Qwen3_5MoeTopKRouter": 4,
+    },
+    "qwen3_next": {
+        "Qwen3NextAttention": 1, "Qwen3NextGatedDeltaNet": 3, "Qwen3NextRMSNormGated": 3, "Qwen3NextTopKRouter": 4,
+    },
     "deepseek_v4": {"DeepseekV4Attention": 4, "DeepseekV4HashRouter": 2, "DeepseekV4TopKRouter": 2},
 }  # fmt: skip
 OPS = {
     "gpt_oss": {"route_softmax"},
-    "qwen3_5": {"gated_rmsnorm"},
-    "qwen3_5_moe": {"gated_rmsnorm", "route_softmax"},
-    "qwen3_next": {"gated_rmsnorm", "route_softmax"},
+    "qwen3_5": {"gated_delta_step", "gated_rmsnorm"},
+    "qwen3_5_moe": {"gated_delta_step", "gated_rmsnorm", "route_softmax"},
+    "qwen3_next": {"gated_delta_step", "gated_rmsnorm", "route_softmax"},
 }
 V4_OPS = {
     "sparse_fmha_with_swa", "indexer_scores", "indexer_topk", "grouped_output_projection", "route_hash",

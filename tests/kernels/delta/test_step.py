@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.targets import needs, on
+from torch_attnkit import batch_invariant
+from torch_attnkit.core import UnsupportedError
 from torch_attnkit.core.dispatch import OPS
 
 op = torch.ops.attnkit.gated_delta_step
@@ -101,6 +103,12 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_slot(target):
         same(target, got[0].float(), out[b].float())
         same(target, pool[1], args[7][args[8][b, 1].long()])
         assert pool[[0, 2]].isnan().all()
+
+
+def test_a_cpu_promises_no_such_bits():
+    args, _ = made(B=2, n=1)
+    with batch_invariant(), pytest.raises(UnsupportedError, match="gated_delta_step on cpu: .*how many sequences"):
+        op(*args)
 
 
 def test_huge_and_vanishing_gates(target):

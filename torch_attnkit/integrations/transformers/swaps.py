@@ -11,12 +11,12 @@ from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
 
 from torch_attnkit.core import UnsupportedError
 
-from . import deepseek_v4, joined, mla, norms, routers, saving
+from . import deepseek_v4, joined, linear_attention, mla, norms, routers, saving
 from .experts import experts_of, pack, packed_format
 from .modelopt import ModelOptConfig, ModelOptExperts
 from .mxfp4 import Mxfp4Experts
 
-SWAPS: dict[type, type] = {**norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS, **mla.SWAPS}
+SWAPS: dict[type, type] = {**linear_attention.SWAPS, **norms.SWAPS, **routers.SWAPS, **deepseek_v4.SWAPS, **mla.SWAPS}
 _ORIGINAL = {swapped: original for original, swapped in SWAPS.items()}
 
 
@@ -24,15 +24,15 @@ _ORIGINAL = {swapped: original for original, swapped in SWAPS.items()}
 def attnkit_model(model: PreTrainedModel, *, experts: str | None = None, activations: str = "none") -> PreTrainedModel:
     """Run ``model`` on the ops of this package. Works in place and returns ``model``.
 
-    Sets the attention implementation to "attnkit" and gives gated RMS norms (Qwen3.5, Qwen3-Next), routers (GPT-OSS,
-    Qwen, DeepSeek-V4) and the attention of DeepSeek-V3 and V4 a subclass of their class, which keeps parameters,
-    state_dict, hooks, isinstance and pickling as they are. So do attentions whose q, k and v become one product, for
-    which the three weights become views of one tensor (``joined``). ``experts`` "nvfp4" or "mxfp4" packs expert weights
-    that transformers runs by its ExpertsInterface, gated by SwiGLU or GPT-OSS' gate (Mixtral, Qwen, GLM, MiniMax,
-    DeepSeek and others), to FP4, deletes the original parameters and sets the experts implementation to "attnkit"; a
-    device without quantisation kernels takes a model that was packed on the CPU and then moved. ``activations``
-    "nvfp4", "mxfp4" or "mxfp8": the experts round what they multiply the weights with to that format, inside fp4_moe;
-    "none" leaves it in the model dtype.
+    Sets the attention implementation to "attnkit" and gives Gated DeltaNet layers and their norms (Qwen3.5,
+    Qwen3-Next), routers (GPT-OSS, Qwen, DeepSeek-V4) and the attention of DeepSeek-V3 and V4 a subclass of their class,
+    which keeps parameters, state_dict, hooks, isinstance and pickling as they are. So do attentions whose q, k and v
+    become one product, for which the three weights become views of one tensor (``joined``). ``experts`` "nvfp4" or
+    "mxfp4" packs expert weights that transformers runs by its ExpertsInterface, gated by SwiGLU or GPT-OSS' gate
+    (Mixtral, Qwen, GLM, MiniMax, DeepSeek and others), to FP4, deletes the original parameters and sets the experts
+    implementation to "attnkit"; a device without quantisation kernels takes a model that was packed on the CPU and then
+    moved. ``activations`` "nvfp4", "mxfp4" or "mxfp8": the experts round what they multiply the weights with to that
+    format, inside fp4_moe; "none" leaves it in the model dtype.
 
     ``model.attnkit_swapped`` says what was done: class name of the original to number of modules. A second call with
     the same arguments changes nothing. Nothing is changed if anything is refused. ``model.attnkit_restore()`` takes it

@@ -77,6 +77,7 @@ OP = Op(
             c.arg.state.stride(axis) > 0 or c.arg.state.shape[axis] < 2 for axis in range(3)
         ),
     },
+    varies={"cpu": "how PyTorch adds up follows from how many sequences there are"},
     whole="slots are shared by all sequences; give each process its own pool, or some heads",
     kernels=(
         Kernel(

@@ -1,0 +1,111 @@
+"""Gated DeltaNet layers of transformers whose decode steps run on gated_delta_step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import torch_attnkit
+from tests.peers.tiny_models import build, frozen, modules, tokens
+from torch_attnkit.integrations.transformers import attnkit_model
+
+LAYERS, NEW = 3, 8
+families = pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+
+
+def pair(family: str) -> tuple[Any, Any]:
+    """The model as it is with eager attention, and as attnkit_model has it."""
+    return frozen(build(family)), frozen(attnkit_model(build(family)))
+
+
+def generated(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    return model.generate(ids, do_sample=False, max_new_tokens=NEW, **kwargs)
+
+
+def steps(recorded: torch_attnkit.Recorded) -> int:
+    return sum(n for (op, _), n in recorded.calls.items() if op == "gated_delta_step")
+
+
+def states(cache: DynamicCache) -> list[torch.Tensor]:
+    return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+
+@families
+@pytest.mark.parametrize("how", ["greedy", "padded", "beams"])
+def test_tokens_are_those_of_transformers(family, how):
+    theirs, ours = pair(family)
+    ids = tokens(2, 7)
+    mask = torch.ones_like(ids)
+    if how == "padded":
+        mask[0, :3] = 0
+    kwargs = dict(attention_mask=mask, num_beams=3 if how == "beams" else 1)
+    with torch_attnkit.record() as recorded:
+        found = generated(ours, ids, **kwargs)
+    assert torch.equal(found, generated(theirs, ids, **kwargs))
+    assert steps(recorded) == LAYERS * (NEW - 1)
+
+
+@families
+def test_a_layer_in_bfloat16_is_as_close_to_float32_as_transformers_own(family):
+    """A layer by itself: whole models with experts differ by what a router chooses."""
+    gen = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 24, 64, generator=gen)
+
+    @torch.no_grad()
+    def rows(model: Any, dtype: torch.dtype) -> torch.Tensor:
+        layer, cache = modules(model, "GatedDeltaNet")[0].to(dtype), DynamicCache(config=model.config)
+        parts = x.to(dtype).split([16, *[1] * 8], 1)
+        return torch.cat([layer(part, cache_params=cache).float() for part in parts][1:], 1)
+
+    theirs, ours = pair(family)
+    exact = rows(theirs, torch.float32)
+    with torch_attnkit.record() as recorded:
+        distance = float((rows(ours, torch.bfloat16) - exact).abs().mean())
+    assert steps(recorded) == 8
+    assert 0 < distance <= 1.25 * float((rows(theirs, torch.bfloat16) - exact).abs().mean())
+
+
+@families
+def test_the_cache_keeps_its_tensor_and_a_step_changes_it(family):
+    _, model = pair(family)
+    ids, cache = tokens(2, 9), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :7], past_key_values=cache)
+        before = [(state, state.clone()) for state in states(cache)]
+        assert len(before) == LAYERS and all(state.mT.is_contiguous() for state, _ in before)
+        model(ids[:, 7:8], past_key_values=cache)
+    for (state, old), new in zip(before, states(cache), strict=True):
+        assert new is state and not torch.equal(new, old)
+
+
+@pytest.mark.parametrize("why", ["training", "three tokens", "a recorded past", "a hook on the convolution"])
+def test_what_the_op_cannot_know_is_done_by_transformers(why):
+    theirs, ours = pair("qwen3_next")
+    found = []
+    if why == "a hook on the convolution":
+        for model in (theirs, ours):
+            for layer in modules(model, "GatedDeltaNet"):
+                layer.conv1d.register_forward_hook(lambda *_: None)
+    ids = tokens(2, 10)
+    length = 3 if why == "three tokens" else 1
+    with torch_attnkit.record() as recorded:
+        for model in (theirs, ours):
+            cache = DynamicCache(config=model.config)
+            with torch.set_grad_enabled(why == "training"):
+                model(ids[:, :7], past_key_values=cache)
+                if why == "a recorded past":
+                    cache.activate_past_recording()
+                found.append(model(ids[:, 7 : 7 + length], past_key_values=cache).logits)
+    assert steps(recorded) == 0
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
+
+
+def test_restoring_brings_the_layers_back():
+    model = attnkit_model(build("qwen3_next"))
+    model.attnkit_restore()
+    with torch_attnkit.record() as recorded:
+        generated(frozen(model), tokens(1, 5))
+    assert steps(recorded) == 0 and not modules(model, "Attnkit")
