@@ -1,4 +1,4 @@
-"""flash-linear-attention's fused gated RMS norm (Triton)."""
+"""flash-linear-attention's fused gated RMS norm and its recurrent step of the gated delta rule (Triton)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 
 
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    if op != "gated_rmsnorm":
-        return None
+    if op == "gated_rmsnorm":
+        return _norm(args, kwargs)
+    return _step(args, kwargs) if op == "gated_delta_step" else None
+
+
+def _norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
     from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
 
     y, z = (a.reshape(-1, a.shape[-1]) for a in args[:2])
@@ -25,3 +29,29 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         is_rms_norm=True,
     )
     return lambda: forward()[0].view(args[1].shape)
+
+
+def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """One token a sequence: fla has no slots, and returns the state. Its states are gathered once."""
+    from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule_fwd
+
+    q, k, v, a, b, A_log, dt_bias, state, index, accepted = args
+    if q.shape[1] > 1 or accepted is not None or not kwargs["qk_l2norm"] or kwargs["beta_scale"] != 1:
+        return None
+    if bool((index < 0).any()):
+        return None
+    step = functools.partial(
+        fused_recurrent_gated_delta_rule_fwd,
+        *(t.contiguous() for t in (q, k, v)),
+        g=a.contiguous(),
+        beta=b.contiguous(),
+        scale=q.shape[-1] ** -0.5,
+        initial_state=state[index[:, 0].long()],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True,
+        state_v_first=True,
+    )
+    return lambda: step()[0]

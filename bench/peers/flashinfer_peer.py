@@ -1,5 +1,5 @@
-"""FlashInfer: decode and packed queries over pages, MLA's decode of latent vectors, all planned outside the timing, and
-merging of states."""
+"""FlashInfer: decode and packed queries over pages, MLA's decode of latent vectors, all planned outside the timing,
+merging of states, and a decode step of Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -24,12 +24,28 @@ def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[]
         return _latent(args, kwargs) or _contiguous(args, kwargs)
     if op == "flash_attention_paged":
         return _packed(args, kwargs)
+    if op == "gated_delta_step":
+        return _delta_step(args, kwargs)
     if op != "sdpa_decode_paged":
         return None
     q, k, v, table, kv_len, sink, kv_start = (*args, None, None)[:7]
     if sink is not None or kv_start is not None or kwargs.get("sink_tokens"):
         return None
     return _planned(q, (k, v), table, kv_len, "NHD", k.shape[1], k.shape[2], kwargs)
+
+
+def _delta_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """One token a sequence, states in a pool."""
+    q, k, v, a, b, A_log, dt_bias, state, index, accepted = args
+    given = q.shape[1] == 1 and accepted is None and q.dtype in (torch.float16, torch.bfloat16)
+    if not given or kwargs["beta_scale"] != 1 or min(q.shape[3], v.shape[3]) < 128 or v.shape[3] % 8:
+        return None
+    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
+
+    slots, output = index[:, 0].contiguous(), torch.empty_like(v)
+    options = dict(initial_state=state, initial_state_indices=slots, output=output)
+    options |= dict(scale=kwargs.get("scale"), use_qk_l2norm=kwargs["qk_l2norm"])
+    return lambda: gated_delta_rule_decode_pretranspose(q, k, v, None, A_log, a, dt_bias, b, **options)[0]
 
 
 def _contiguous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

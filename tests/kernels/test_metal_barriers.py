@@ -65,6 +65,18 @@ CASES = {
     "gated_rmsnorm_backward": Case(
         "gated_rmsnorm_backward", range(2), lambda: (*3 * [normal(300, 2000)], normal(2000)), proof=True
     ),
+    "gated_delta_step": Case(
+        "gated_delta_step",
+        range(0),
+        lambda: (
+            *2 * [normal(1, 2, 1, 64)],
+            normal(1, 2, 2, 64),
+            *2 * [normal(1, 2, 2)],
+            *2 * [normal(2)],
+            normal(2, 2, 64, 64),
+            ints(0, 1)[None],
+        ),
+    ),
     "merge_partials": Case("merge_partials", range(0), lambda: (normal(3, 2, 4, 64), normal(3, 2, 4))),
     "sdpa_decode": Case("sdpa_decode", range(3), lambda: (normal(1, 4, 64), *2 * [normal(1, 1, 200, 64)], ints(200))),
     "sdpa_decode_paged": Case(

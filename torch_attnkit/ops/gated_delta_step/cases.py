@@ -27,7 +27,10 @@ DEGENERATE = {
     "no-state": dict(B=2, n=2, Hk=1, Hv=2, K=64, V=40, decay=1, absent=1),
     "no-values": dict(B=2, n=1, Hk=1, Hv=2, K=64, V=0, decay=1),
 }
-EXTRAS = (("nan:q", "qwen"), ("nan:k", "qwen"), ("nan:v", "odd"), ("nan:a", "qwen"), ("nan:b", "odd"))
+EXTRAS = (
+    ("nan:q", "qwen"), ("nan:k", "qwen"), ("nan:v", "odd"), ("nan:a", "qwen"), ("nan:b", "odd"), ("nan:A_log", "qwen"),
+    ("nan:dt_bias", "drafts"), ("nan:state", "drafts"),
+)  # fmt: skip
 _QWEN = dict(n=1, Hk=16, Hv=32, K=128, V=128, decay=1, joined=1)
 BENCH = {f"qwen3_next-{b}": _QWEN | dict(B=b) for b in (1, 32, 128, 512)}
 

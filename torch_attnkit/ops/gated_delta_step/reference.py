@@ -37,14 +37,15 @@ def reference(
     column = torch.zeros_like(state_index[:, 0]) if accepted is None else accepted.clamp(1, n) - 1
     first = state_index.gather(1, column.long()[:, None])[:, 0]  # (B,)
     held = first >= 0
-    S = state[first.clamp(min=0).long()].to(acc) if state.shape[0] else state.new_zeros(len(first), *state.shape[1:])
-    S = S.to(acc).masked_fill(~held[:, None, None, None], 0.0)  # (B, Hv, V, K)
+    S = state[first.clamp(min=0).long()] if state.shape[0] else state.new_zeros(len(first), *state.shape[1:])
+    S = S.to(acc)  # (B, Hv, V, K), a copy
+    S[~held] = 0.0
     rows = []
     for t in range(n):
-        S = S * decay[:, t, :, None, None]
-        u = beta[:, t, :, None] * (v[:, t].to(acc) - torch.einsum("bhvk,bhk->bhv", S, k[:, t]))
-        S = S + u[..., None] * k[:, t, :, None, :]
-        rows.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]))
+        S *= decay[:, t, :, None, None]
+        u = beta[:, t, :, None] * (v[:, t].to(acc) - (S @ k[:, t, :, :, None])[..., 0])  # (B, Hv, V)
+        S.addcmul_(u[..., None], k[:, t, :, None, :])
+        rows.append((S @ q[:, t, :, :, None])[..., 0])
         kept = (held & (state_index[:, t] >= 0)).nonzero()[:, 0]
-        state[state_index[kept, t].long()] = S[kept].to(state.dtype)
+        state.index_copy_(0, state_index[kept, t].long(), S[kept].to(state.dtype))
     return torch.stack(rows, 1).masked_fill(~held[:, None, None, None], 0.0).to(v.dtype)
