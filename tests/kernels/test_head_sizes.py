@@ -22,7 +22,7 @@ from torch_attnkit.cuda import compile
 from torch_attnkit.kernels.decode.plan import FP8_KV_HEADS
 from torch_attnkit.kernels.decode.sm90 import plan as decode_sm90
 from torch_attnkit.kernels.decode.sm100 import plan as decode_sm100
-from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, FP8, TILES, heads
+from torch_attnkit.kernels.prefill.sm90.tiles import BITS16, FP8, FP8_KV, TILES, heads
 from torch_attnkit.kernels.prefill.sm100 import plan as prefill_sm100
 from torch_attnkit.mps import library
 
@@ -102,5 +102,5 @@ def test_one_entry_is_a_head_size_of_every_op(name: str):
 
 
 def test_tables_of_choices_have_no_size_that_no_row_accepts():
-    assert len(heads(BITS16)) + len(heads(BITS16, wide=True)) + len(heads(FP8)) == len(TILES)
+    assert sum(len(heads(of)) for of in (BITS16, FP8, FP8_KV)) + len(heads(BITS16, wide=True)) == len(TILES)
     assert set(FP8_KV_HEADS) <= decode_sm90.HEADS.keys() & decode_sm100.HEADS.keys()

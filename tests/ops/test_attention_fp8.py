@@ -220,7 +220,7 @@ def _over_pages(dtype: torch.dtype, page: int, scales=(None,) * 3):
         ("sm90", E4M3, 12, False, "sm90: Ps must be a multiple of 8"),
         ("sm90", torch.bfloat16, 16, True, "sm90: no support for: scales"),
         ("sm100", E4M3, 16, False, r"sm100: dtype f8e4m3 not in \{bf16, f16\}"),
-        ("metal", E4M3, 16, False, r"mps: dtype f8e4m3 not in \{bf16, f16, f32\}"),
+        ("metal", torch.bfloat16, 16, True, "mps: no support for: scales"),
     ],
 )
 def test_kernels_over_pages_refuse_what_they_do_not_read(arch, dtype, page, scaled, why):
