@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
 import torch_attnkit
 from tests.peers.tiny_models import build, frozen, modules, tokens
+from torch_attnkit import warmup
 from torch_attnkit.integrations.transformers import attnkit_model
+from torch_attnkit.served import models
 
 LAYERS, NEW = 3, 8
 families = pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
@@ -79,6 +82,19 @@ def test_the_cache_keeps_its_tensor_and_a_step_changes_it(family):
         model(ids[:, 7:8], past_key_values=cache)
     for (state, old), new in zip(before, states(cache), strict=True):
         assert new is state and not torch.equal(new, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_of_published_sizes_is_among_the_kernels_compiled_ahead(dtype):
+    model = build("qwen3_5", linear_key_head_dim=128, linear_value_head_dim=128)
+    layer = modules(frozen(attnkit_model(model)), "GatedDeltaNet")[0].to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warmup.asked_by("sm90") as asked:
+        cache = DynamicCache(config=model.config)
+        layer(torch.zeros(3, 7, 64, dtype=dtype), cache_params=cache)
+        layer(torch.zeros(3, 1, 64, dtype=dtype), cache_params=cache)
+    name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    found = {request for request in asked.kernels if request.family == "delta"}
+    assert found and found <= set(warmup.served("sm90", models.named(["qwen3.5-9b"]), (name,), "gated_delta_step"))
 
 
 @pytest.mark.parametrize("why", ["training", "three tokens", "a recorded past", "a hook on the convolution"])

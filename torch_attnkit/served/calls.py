@@ -18,7 +18,7 @@ import torch
 from torch_attnkit.formats import kv_cache
 from torch_attnkit.kernels.batched_gemm import MOST_FEW
 
-from .models import Attention, Experts, Model, Norm, Sparse
+from .models import Attention, Delta, Experts, Model, Norm, Sparse
 
 BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 SEQUENCES = (1, 2, 4, 8, 16, 32, 64)  # with several queries each
@@ -67,6 +67,8 @@ def _parts(model: Model) -> Iterator[tuple[Callable[[Any, torch.dtype], Iterator
     yield of_products, model.experts is not None and model.experts.bias
     if model.norm is not None:
         yield from ((of_norm, replace(model.norm, rows=model.norm.rows // n)) for n in SHARES)
+    if model.delta is not None:
+        yield of_delta, model.delta
 
 
 def shares(attention: Attention | None) -> list[Attention]:
@@ -339,3 +341,13 @@ def of_norm(n: Norm, dtype: torch.dtype) -> Iterator[Asked]:
     for tokens, weight in itertools.product(EVERY, (dtype, _F32)):
         rows = meta(dtype, tokens * n.rows, n.features)
         yield Asked("gated_rmsnorm", (rows, rows, meta(weight, n.features)), {})
+
+
+def of_delta(d: Delta, dtype: torch.dtype) -> Iterator[Asked]:
+    """A token of a sequence, as ``attnkit_model`` has it: plans do not ask for heads and sequences."""
+    keys, values, gates = (d.key_heads, d.dim), (d.value_heads, d.dim), (d.value_heads,)
+    q, k, v, a, b = (meta(dtype, 1, 1, *sizes) for sizes in (keys, keys, values, gates, gates))
+    state, slots = meta(_F32, 1, d.value_heads, d.dim, d.dim), meta(_I32, 1, 1)
+    for rate, bias in itertools.product((dtype, _F32), repeat=2):
+        args = q, k, v, a, b, meta(rate, *gates), meta(bias, *gates), state, slots
+        yield Asked("gated_delta_step", args, {})

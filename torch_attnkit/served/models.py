@@ -68,6 +68,15 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Delta:
+    """Gated DeltaNet: heads of q and k, those of v, and the channels of each."""
+
+    key_heads: int
+    value_heads: int
+    dim: int = 128
+
+
+@dataclass(frozen=True)
 class Model:
     """What of a model runs on ops."""
 
@@ -75,6 +84,7 @@ class Model:
     experts: Experts | None = None
     sparse: Sparse | None = None
     norm: Norm | None = None
+    delta: Delta | None = None
 
 
 def _gpt_oss(experts: int) -> Model:
@@ -89,7 +99,8 @@ def _qwen(heads: int, kv_heads: int, experts: Experts | None = None) -> Model:
 
 
 def _qwen35(heads: int, kv_heads: int, value_heads: int, experts: Experts | None = None) -> Model:
-    return Model(Attention(heads, kv_heads, 256), experts, norm=Norm(128, value_heads))
+    delta = Delta(16, value_heads)
+    return Model(Attention(heads, kv_heads, 256), experts, norm=Norm(delta.dim, value_heads), delta=delta)
 
 
 def _deepseek_v4(heads: int, hidden: int, topk: int, groups: int, experts: int, width: int) -> Model:
