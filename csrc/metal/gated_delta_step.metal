@@ -16,6 +16,8 @@
 #include <metal_stdlib>
 using namespace metal;
 #include "attnkit/vectors.h"
+#include "attnkit/numbers.h"
+#include "attnkit/scores.h"
 
 constant constexpr int LANES = 4;
 constant constexpr int VECTORS = DIM / (4 * LANES);
@@ -69,19 +71,10 @@ inline float row_dot(thread const float4* x, thread const float4* y) {
   return row_sum(sum_of(sum));
 }
 
-// log(1 + e^x); x itself above 20. By 2 atanh(e / (2 + e)), e = e^-|x|: the series' next term is 5e-9 of its sum.
+// log(1 + e^x); x itself above 20.
 inline float softplus(float x) {
   const float small = exp(-fabs(x));
-  const float s = small / (2.0f + small), square = s * s;
-  float series = 1.0f / 15.0f;
-  series = fma(series, square, 1.0f / 13.0f);
-  series = fma(series, square, 1.0f / 11.0f);
-  series = fma(series, square, 1.0f / 9.0f);
-  series = fma(series, square, 1.0f / 7.0f);
-  series = fma(series, square, 1.0f / 5.0f);
-  series = fma(series, square, 1.0f / 3.0f);
-  series = fma(series, square, 1.0f);
-  return x > 20.0f ? x : max(x, 0.0f) + 2.0f * s * series;
+  return x > 20.0f ? x : fma(small, log1p_ratio(small), max(x, 0.0f));
 }
 
 [[kernel, max_total_threads_per_threadgroup(32 * SIMDS)]] void gated_delta_step(

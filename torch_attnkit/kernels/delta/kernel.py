@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_attnkit.cuda import copies, fake, pdl
+from torch_attnkit.cuda.log1p import log1p_ratio
 from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2, fma
 
 from .launch import LANES, VECTOR
@@ -27,7 +28,6 @@ _ROWS = _WARPS * 32 // LANES  # of a CTA
 _LOG2_E_REST = 1.92596299e-08  # of log2(e), beyond the float32 next to it
 _MOST = 200.0  # whose power is 0 and infinite
 _FLAT = 20.0  # from here on softplus(x) is x, as PyTorch has it
-_TERMS = (13, 11, 9, 7, 5, 3)  # of the series of atanh on [0, 1/3], whose next one is 5e-9 of the sum
 
 
 def _exp(x: Float32) -> Float32:
@@ -40,13 +40,9 @@ def _exp(x: Float32) -> Float32:
 
 
 def _softplus(x: Float32) -> Float32:
-    """log(1 + e^x); x itself above 20. By 2 atanh(e / (2 + e)), e = e^-|x|, whose relative error is that of float32."""
+    """log(1 + e^x) as max(x, 0) + log(1 + e^-|x|), whose relative error is that of float32; x itself above 20."""
     small = _exp(-cute.arch.fmax(x, -x))
-    s = small / (Float32(2.0) + small)
-    square, series = s * s, Float32(1.0 / 15.0)
-    for n in _TERMS:
-        series = fma(series, square, Float32(1.0 / n))
-    log1p = Float32(2.0) * s * fma(series, square, Float32(1.0))
+    log1p = small * log1p_ratio(small)
     return cutlass.select_(x > Float32(_FLAT), x, cute.arch.fmax(x, Float32(0.0)) + log1p)
 
 

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from torch_attnkit.cuda.log1p import log1p_ratio
 from torch_attnkit.cuda.warp_ops import LOG2_E, exp2, fma
 
 NONE = -(2**31)  # below every key: a missing expert, or one that has been chosen
@@ -16,9 +17,6 @@ _LN_2_REST = -1.904654299957767e-09
 _FLAT = 88.0  # e^-x counts for nothing from a little below here on, and is normal up to it
 _FAR = -17.0  # below it sqrt(log(1 + e^x)) is e^(x/2), but for 1e-8 of it
 _NOTHING = -104.0  # below it e^x is 0 in float32, and so is the score
-# log(1 + e) / e on [0, 1] after its first coefficient, 1: the best of degree 8, within 3.3e-8.
-_LOG1P = (-0.49999648332595825, 0.333213210105896, -0.24857157468795776, 0.1915363371372223,
-          -0.13753755390644073, 0.07920398563146591, -0.030065450817346573, 0.005364738870412111)  # fmt: skip
 
 
 def sqrt(y: Float32) -> Float32:
@@ -40,10 +38,7 @@ def sqrt_softplus(x: Float32) -> Float32:
     lost = fma(power, Float32(-_LN_2_REST), fma(power, Float32(-_LN_2), -a))
     e = exp2(power)
     e = fma(e, lost, e)
-    p = Float32(_LOG1P[-1])
-    for c in (*_LOG1P[-2::-1], 1.0):
-        p = fma(p, e, Float32(c))
-    root = sqrt(fma(e, p, cute.arch.fmax(x, Float32(0))))
+    root = sqrt(fma(e, log1p_ratio(e), cute.arch.fmax(x, Float32(0))))
     return Float32(cutlass.select_(far, cutlass.select_(x < _NOTHING, Float32(0), e), root))
 
 
