@@ -1,4 +1,4 @@
-"""flash-linear-attention's fused gated RMS norm and its recurrent step of the gated delta rule (Triton)."""
+"""flash-linear-attention's fused gated RMS norm, and its gated delta rule: a recurrent step and chunks (Triton)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 def adapt(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
     if op == "gated_rmsnorm":
         return _norm(args, kwargs)
+    if op == "gated_delta_rule":
+        return _rule(args, kwargs)
     return _step(args, kwargs) if op == "gated_delta_step" else None
 
 
@@ -55,3 +57,27 @@ def _step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | 
         state_v_first=True,
     )
     return lambda: step()[0]
+
+
+def _rule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Sequences of one length, which fla takes as a batch; its states are gathered once."""
+    from fla.modules.l2norm import l2norm_fwd
+    from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule_fwd
+
+    q, k, v, g, beta, state, offsets, index, past = args
+    lengths = set(offsets.diff().tolist())
+    if len(lengths) != 1 or offsets[-1] != len(q) or not kwargs["qk_l2norm"] or bool((index < 0).any()):
+        return None
+    q, k, v, g, beta = (t.unflatten(0, (len(index), -1)).contiguous() for t in (q, k, v, g, beta))
+    first = state[index.long()].clone()
+    if past is not None:
+        first[past == 0] = 0.0
+
+    def run() -> Any:
+        normed = [l2norm_fwd(t)[0] for t in (q, k)]
+        return chunk_gated_delta_rule_fwd(
+            *normed, v, g, beta, scale=q.shape[-1] ** -0.5, initial_state=first, output_final_state=True,
+            state_v_first=True,
+        )  # fmt: skip
+
+    return lambda: run()[1].flatten(0, 1)

@@ -18,9 +18,7 @@ using namespace metal;
 #include "attnkit/vectors.h"
 #include "attnkit/numbers.h"
 #include "attnkit/scores.h"
-
-constant constexpr int LANES = 4;
-constant constexpr int VECTORS = DIM / (4 * LANES);
+#include "attnkit/delta.h"
 
 struct Shape {
   long group;  // value heads of a key head
@@ -34,33 +32,6 @@ struct Shape {
   long state[3];  // from slot to slot, head to head, row to row
   long index[2];
 };
-
-template <typename T>
-inline float4 four(const device T* from) {
-#if WIDTH == 4
-  float4 x;
-  read(from, x);
-  return x;
-#else
-  return float4(float(from[0]), float(from[1]), float(from[2]), float(from[3]));
-#endif
-}
-
-inline void put(device float* to, float4 x) {
-#if WIDTH == 4
-  write(to, x);
-#else
-  to[0] = x[0];
-  to[1] = x[1];
-  to[2] = x[2];
-  to[3] = x[3];
-#endif
-}
-
-inline float row_sum(float x) {
-  x += simd_shuffle_xor(x, 1);
-  return x + simd_shuffle_xor(x, 2);
-}
 
 inline float row_dot(thread const float4* x, thread const float4* y) {
   float4 sum = float4(0.0f);

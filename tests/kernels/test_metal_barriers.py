@@ -65,6 +65,18 @@ CASES = {
     "gated_rmsnorm_backward": Case(
         "gated_rmsnorm_backward", range(2), lambda: (*3 * [normal(300, 2000)], normal(2000)), proof=True
     ),
+    "gated_delta_rule": Case(
+        "gated_delta_rule",
+        range(2),
+        lambda: (
+            *2 * [normal(40, 1, 64)],
+            normal(40, 2, 64),
+            *2 * [normal(40, 2)],
+            normal(2, 2, 64, 64),
+            ints(0, 40),
+            ints(1),
+        ),
+    ),
     "gated_delta_step": Case(
         "gated_delta_step",
         range(0),

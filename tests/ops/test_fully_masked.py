@@ -229,6 +229,21 @@ def _slots(a: Args) -> Masks:
     return dict(state=lost[:, None, None, None].expand_as(a["state"]))
 
 
+def _packed_slots(a: Args) -> Masks:
+    """Tokens of no sequence, and those of sequences without a slot; slots whose sequences begin anew."""
+    offsets, index, past = a["cu_seqlens"], a["state_index"].long(), a["past"]
+    lost = torch.ones(len(a["q"]), dtype=torch.bool)
+    for first, last, slot in zip(offsets, offsets[1:], index, strict=False):
+        lost[first:last] = slot < 0
+    fresh = torch.zeros(len(a["state"]), dtype=torch.bool)
+    if past is not None:
+        fresh[index[(index >= 0) & (past == 0) & (offsets.diff() > 0)]] = True
+    tokens = {
+        name: lost.view(-1, *[1] * (a[name].dim() - 1)).expand_as(a[name]) for name in ("q", "k", "v", "g", "beta")
+    }
+    return tokens | dict(state=fresh[:, None, None, None].expand_as(a["state"]))
+
+
 MASKED: dict[str, Callable[[Args], Masks]] = {
     "sdpa_decode": _caches,
     "sdpa_multi": _caches,
@@ -252,6 +267,7 @@ MASKED: dict[str, Callable[[Args], Masks]] = {
     "mxfp4_dequantize": lambda a: _padding(a | dict(format="mxfp4")),
     "merge_partials": _partials,
     "route_hash": _hash,
+    "gated_delta_rule": _packed_slots,
     "gated_delta_step": _slots,
 }
 ALL = {

@@ -71,7 +71,7 @@ MODELS = {
         "qwen3_5_moe",
         dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=32),
         "nvfp4", 32,
-        {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1},
+        {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1, "gated_delta_rule": 1},
         _QWEN | {"gated_delta_step": 1, "sdpa_decode": 1}, nvidia={"linear_decode": 4},
     ),
     "deepseek_v3": Model(

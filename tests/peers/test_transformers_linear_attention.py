@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers of transformers whose decode steps run on gated_delta_step."""
+"""Gated DeltaNet layers of transformers: prompts on gated_delta_rule, decode steps on gated_delta_step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from transformers import DynamicCache
 
 import torch_attnkit
 from tests.peers.tiny_models import build, frozen, modules, tokens
+from tests.targets import needs, on
 from torch_attnkit import warmup
-from torch_attnkit.integrations.transformers import attnkit_model
+from torch_attnkit.integrations.transformers import attnkit_model, linear_attention
 from torch_attnkit.served import models
 
 LAYERS, NEW = 3, 8
@@ -28,8 +29,8 @@ def generated(model: Any, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return model.generate(ids, do_sample=False, max_new_tokens=NEW, **kwargs)
 
 
-def steps(recorded: torch_attnkit.Recorded) -> int:
-    return sum(n for (op, _), n in recorded.calls.items() if op == "gated_delta_step")
+def steps(recorded: torch_attnkit.Recorded, name: str = "gated_delta_step") -> int:
+    return sum(n for (op, _), n in recorded.calls.items() if op == name)
 
 
 def states(cache: DynamicCache) -> list[torch.Tensor]:
@@ -49,6 +50,40 @@ def test_tokens_are_those_of_transformers(family, how):
         found = generated(ours, ids, **kwargs)
     assert torch.equal(found, generated(theirs, ids, **kwargs))
     assert steps(recorded) == LAYERS * (NEW - 1)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("how", ["greedy", "padded", "beams"])
+def test_tokens_of_prompts_on_a_device_are_those_of_transformers(how):
+    """On simulated Metal, in float32."""
+    needs("metal")
+    theirs, ours = pair("qwen3_5")
+    ids = tokens(2, 21)
+    mask = torch.ones_like(ids)
+    if how == "padded":
+        mask[0, :3] = 0
+    kwargs = dict(attention_mask=mask, num_beams=2 if how == "beams" else 1)
+    wanted = generated(theirs, ids, **kwargs)
+    with on("metal"), torch_attnkit.record() as recorded:
+        found = generated(ours, ids, **kwargs)
+    assert torch.equal(found, wanted)
+    assert (steps(recorded, "gated_delta_rule"), steps(recorded)) == (LAYERS, LAYERS * (NEW - 1))
+
+
+@pytest.mark.simulator
+@families
+def test_a_prompt_in_parts_goes_on_where_the_part_before_ended(family):
+    needs("metal")
+    theirs, ours = pair(family)
+    ids, found = tokens(2, 23), []
+    for model, target in ((theirs, "cpu"), (ours, "metal")):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad(), on(target), torch_attnkit.record() as recorded:
+            logits = [model(part, past_key_values=cache).logits for part in ids.split([13, 9, 1], 1)]
+        found.append(torch.cat(logits, 1))
+    assert (steps(recorded, "gated_delta_rule"), steps(recorded)) == (2 * LAYERS, LAYERS)
+    assert all(state.mT.is_contiguous() for state in states(cache))
+    assert (found[0] - found[1]).abs().max() <= 1e-4 * found[0].abs().max()
 
 
 @families
@@ -85,7 +120,8 @@ def test_the_cache_keeps_its_tensor_and_a_step_changes_it(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_step_of_published_sizes_is_among_the_kernels_compiled_ahead(dtype):
+def test_kernels_of_published_sizes_are_among_those_compiled_ahead(dtype, monkeypatch):
+    monkeypatch.setattr(linear_attention, "_has_kernel", lambda *_: True)
     model = build("qwen3_5", linear_key_head_dim=128, linear_value_head_dim=128)
     layer = modules(frozen(attnkit_model(model)), "GatedDeltaNet")[0].to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warmup.asked_by("sm90") as asked:
@@ -94,7 +130,10 @@ def test_a_step_of_published_sizes_is_among_the_kernels_compiled_ahead(dtype):
         layer(torch.zeros(3, 1, 64, dtype=dtype), cache_params=cache)
     name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     found = {request for request in asked.kernels if request.family == "delta"}
-    assert found and found <= set(warmup.served("sm90", models.named(["qwen3.5-9b"]), (name,), "gated_delta_step"))
+    ahead = [
+        warmup.served("sm90", models.named(["qwen3.5-9b"]), (name,), f"gated_delta_{op}") for op in ("rule", "step")
+    ]
+    assert len(found) == 2 and found <= {request for requests in ahead for request in requests}
 
 
 @pytest.mark.parametrize("why", ["training", "three tokens", "a recorded past", "a hook on the convolution"])

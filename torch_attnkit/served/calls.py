@@ -344,10 +344,16 @@ def of_norm(n: Norm, dtype: torch.dtype) -> Iterator[Asked]:
 
 
 def of_delta(d: Delta, dtype: torch.dtype) -> Iterator[Asked]:
-    """A token of a sequence, as ``attnkit_model`` has it: plans do not ask for heads and sequences."""
+    """A token of a sequence and prompts, as ``attnkit_model`` has them. Plans of a step do not ask for heads and
+    sequences; those of prompts cut few heads otherwise than many."""
     keys, values, gates = (d.key_heads, d.dim), (d.value_heads, d.dim), (d.value_heads,)
     q, k, v, a, b = (meta(dtype, 1, 1, *sizes) for sizes in (keys, keys, values, gates, gates))
     state, slots = meta(_F32, 1, d.value_heads, d.dim, d.dim), meta(_I32, 1, 1)
     for rate, bias in itertools.product((dtype, _F32), repeat=2):
         args = q, k, v, a, b, meta(rate, *gates), meta(bias, *gates), state, slots
         yield Asked("gated_delta_step", args, {})
+    for B in (1, 64):
+        packed = [meta(dtype, B, *sizes) for sizes in (keys, keys, values)]
+        packed += [meta(_F32, B, *gates), meta(dtype, B, *gates)]
+        state = meta(_F32, B, d.value_heads, d.dim, d.dim)
+        yield Asked("gated_delta_rule", (*packed, state, meta(_I32, B + 1), meta(_I32, B)), {})

@@ -1,26 +1,32 @@
-"""Gated DeltaNet layers of the Qwen hybrids on gated_delta_step: decode steps, the state in the cache's own tensor.
+"""Gated DeltaNet layers of the Qwen hybrids: prompts on gated_delta_rule, decode steps on gated_delta_step.
 
-transformers keeps the state of a layer as (B, Hv, K, V), the op as (B, Hv, V, K): behind a prompt the cache's tensor
-becomes a view of one that lies as the op wants it. A step then changes it in place, where transformers makes a new one
-and copies it. A tensor that lies otherwise, behind a reordering of beams for one, is copied there and back. Prompts,
-steps of several tokens, recorded caches and training are transformers' own.
+transformers keeps the state of a layer as (B, Hv, K, V), the ops as (B, Hv, V, K): behind a prompt the cache's tensor
+is a view of one that lies as the ops want it. They change it in place, where transformers makes a new one and copies
+it. A tensor that lies otherwise, behind a reordering of beams for one, is copied there and back. Prompts are
+transformers' own where gated_delta_rule has no kernel, as on a CPU; recorded caches, packed sequences and training are
+so everywhere.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from torch_attnkit.core.dispatch import OPS
+
 from .plain import holds_plain, is_plain
+from .products import target_arch
 
 
 class _GatedDeltaNet:
-    """forward for a class whose decode step is a convolution, the gated delta rule and a gated norm."""
+    """forward for a class that is a convolution, the gated delta rule and a gated norm."""
 
     attnkit_module: Any  # where the class and the functions that it calls are defined
 
@@ -28,45 +34,110 @@ class _GatedDeltaNet:
         self: Any, hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        states = self._attnkit_states(hidden_states, cache_params)
-        if states is None:
+        batch, length = hidden_states.shape[:2]
+        kept = self._attnkit_states(cache_params)
+        step = length == 1 and None not in kept
+        if not self._attnkit_runs(cache_params, *kept) or not (step or self._attnkit_takes(hidden_states, kwargs)):
             out = super().forward(  # type: ignore[misc]
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
             )
             _lay(cache_params, self.layer_idx)
             return out
-        conv_state, state = states
-        functions, batch = self.attnkit_module, hidden_states.shape[0]
-        x = functions.apply_mask_to_padding_states(hidden_states, attention_mask)
+        x = self.attnkit_module.apply_mask_to_padding_states(hidden_states, attention_mask)
         qkv, z, b, a = self._attnkit_projections(x)
-        weight = self.conv1d.weight.squeeze(1)
-        qkv = functions.causal_conv1d_update(qkv.transpose(1, 2), conv_state, weight, self.conv1d.bias, self.activation)
-        sizes = (self.key_dim, self.key_dim, self.value_dim)
-        q, k, v = (
-            part.unflatten(2, (-1, dim))
-            for part, dim in zip(
-                qkv.transpose(1, 2).split(sizes, 2), (self.head_k_dim, self.head_k_dim, self.head_v_dim), strict=True
-            )
-        )
+        heads = self._attnkit_heads(self._attnkit_convolution(qkv, cache_params, kept[0] if step else None))
+        if step:
+            rows = self._attnkit_step(heads, a, b, kept[1])
+        else:
+            rows = self._attnkit_prompt(heads, a, b, kept[1], cache_params)
+        normed = self.norm(rows.flatten(0, -2), z.reshape(-1, self.head_v_dim))
+        return self.out_proj(normed.view(batch, length, -1))
+
+    def _attnkit_convolution(self: Any, qkv: torch.Tensor, cache: Any, state: torch.Tensor | None) -> torch.Tensor:
+        """q, k and v of all tokens (B, T, channels) behind the convolution; ``state`` is that of a step."""
+        functions, weight, x = self.attnkit_module, self.conv1d.weight.squeeze(1), qkv.transpose(1, 2)
+        if state is not None:
+            x = functions.causal_conv1d_update(x, state, weight, self.conv1d.bias, self.activation)
+        else:
+            if cache is not None:
+                x = cache.update_conv_state(x, self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+            x = functions.causal_conv1d_fn(x, weight, self.conv1d.bias, activation=self.activation)
+            x = x[:, :, -qkv.shape[1] :]
+        return x.transpose(1, 2).contiguous()
+
+    def _attnkit_heads(self: Any, qkv: torch.Tensor) -> list[torch.Tensor]:
+        """q, k (B, T, Hk, K) and v (B, T, Hv, V)."""
+        sizes, dims = (self.key_dim, self.key_dim, self.value_dim), (self.head_k_dim, self.head_k_dim, self.head_v_dim)
+        return [part.unflatten(2, (-1, dim)) for part, dim in zip(qkv.split(sizes, 2), dims, strict=True)]
+
+    def _attnkit_step(
+        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
         shared = state.mT.is_contiguous()
         pool = state.mT if shared else state.mT.contiguous()  # (B, Hv, V, K)
-        slots = torch.arange(batch, dtype=torch.int32, device=state.device)[:, None]
-        rows = torch.ops.attnkit.gated_delta_step(q, k, v, a, b, self.A_log, self.dt_bias, pool, slots)
+        slots = torch.arange(len(state), dtype=torch.int32, device=state.device)[:, None]
+        rows = torch.ops.attnkit.gated_delta_step(*heads, a, b, self.A_log, self.dt_bias, pool, slots)
         if not shared:
             state.copy_(pool.mT)
-        normed = self.norm(rows.flatten(0, 2), z.reshape(-1, self.head_v_dim))
-        return self.out_proj(normed.view(batch, 1, -1))
+        return rows
 
-    def _attnkit_states(self: Any, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The states of the convolution and of the rule, where the step is the op's; else None."""
-        if cache is None or x.shape[1] != 1 or cache.is_recording_past(self.layer_idx):
-            return None
-        conv_state, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
-        plain = holds_plain(self) and is_plain(self.conv1d, nn.Conv1d)
-        given = conv_state is not None and state is not None and state.dtype == torch.float32
-        if not given or not plain or torch.is_grad_enabled():
-            return None
-        return conv_state, state
+    def _attnkit_prompt(
+        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor | None, cache: Any
+    ) -> torch.Tensor:
+        """Rows (B * T, Hv, V) of tokens that begin with ``state``, or with zeros."""
+        batch, length, Hv, V = heads[2].shape
+        shared = state is not None and state.mT.is_contiguous()
+        if state is None:
+            pool = a.new_zeros(batch, Hv, V, heads[0].shape[3], dtype=torch.float32)
+        else:
+            pool = state.mT if shared else state.mT.contiguous()
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=a.device)
+        slots = torch.arange(batch, dtype=torch.int32, device=a.device)
+        packed = [t.flatten(0, 1) for t in (*heads, g, b.sigmoid())]
+        rows = torch.ops.attnkit.gated_delta_rule(*packed, pool, offsets, slots)
+        if cache is not None and not shared:
+            cache.update_recurrent_state(pool.mT, self.layer_idx)
+        return rows
+
+    def _attnkit_states(self: Any, cache: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the convolution and of the rule, as they are before these tokens; None where there are none."""
+        if cache is None:
+            return None, None
+        return cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
+
+    def _attnkit_runs(self: Any, cache: Any, conv_state: torch.Tensor | None, state: torch.Tensor | None) -> bool:
+        """Whether the tokens may be the ops', as far as modules and cache go."""
+        if torch.is_grad_enabled() or not holds_plain(self) or not is_plain(self.conv1d, nn.Conv1d):
+            return False
+        if cache is not None and cache.is_recording_past(self.layer_idx):
+            return False
+        return (conv_state is None) == (state is None) and (state is None or state.dtype == torch.float32)
+
+    def _attnkit_takes(self: Any, x: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Whether gated_delta_rule has a kernel for a prompt. Packed sequences cut the convolution, too."""
+        if any(given.get(name) is not None for name in _PACKED):
+            return False
+        sizes = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        return _has_kernel(x.device, self.conv1d.weight.dtype, sizes)
+
+
+_PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_kernel(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> bool:
+    return _row(target_arch(device), dtype, sizes)
+
+
+@functools.cache
+def _row(arch: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> bool:
+    """Whether gated_delta_rule has a row on ``arch`` for heads of q and k, of v, K and V."""
+    (Hk, Hv, K, V), op = sizes, OPS["gated_delta_rule"]
+    key, value, gate = torch.empty(1, Hk, K, dtype=dtype), torch.empty(1, Hv, V, dtype=dtype), torch.empty(1, Hv)
+    ids = torch.zeros(2, dtype=torch.int32)
+    call = op.bind((key, key, value, gate, gate, torch.empty(1, Hv, V, K), ids, ids[:1], None, None, True, 1e-6))
+    return any(arch in row.archs and row.refusal(call) is None for row in op.kernels)
 
 
 def _lay(cache: Any, layer_idx: int) -> None:

@@ -1,0 +1,1 @@
+"""The gated delta rule by chunks, by ``mma.sync``: all of NVIDIA's targets."""
