@@ -133,7 +133,7 @@ def test_describe_fits_80_columns_and_help_has_the_contract(op):
 
 
 def test_describe_refuses_unknown_ops():
-    with pytest.raises(ValueError, match="describe: no op 'nonsense'; there are flash_attention"):
+    with pytest.raises(ValueError, match="describe: no op 'nonsense'; there are causal_conv1d, flash_attention"):
         torch_attnkit.describe("nonsense")
 
 

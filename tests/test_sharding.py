@@ -57,6 +57,7 @@ CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
     "indexer_scores": [(INDEXER, ""), (INDEXER, "paged"), (INDEXER, "request_ids"), (INDEXER, "paged request_ids")],
     "indexer_select": [(INDEXER | dict(K=9), f) for f in ("", "paged", "request_ids")],
     "indexer_topk": [(dict(Tq=8, S=130, K=17, ties=1), "k_len")],
+    "causal_conv1d": [(dict(lengths=(3, 5), C=16, W=4, Ws=3), "bias")],
     "gated_delta_rule": [(dict(lengths=(3, 5), Hk=2, Hv=4, K=32, V=16, decay=1), "")],
     "gated_delta_step": [(dict(B=2, n=2, Hk=2, Hv=4, K=32, V=16, decay=1), "")],
     "inverse_rope_fp4": [(dict(Tq=8, Hq=8, D=96, R2=16, groups=1, blk=16), "global_scale")],

@@ -65,6 +65,11 @@ CASES = {
     "gated_rmsnorm_backward": Case(
         "gated_rmsnorm_backward", range(2), lambda: (*3 * [normal(300, 2000)], normal(2000)), proof=True
     ),
+    "causal_conv1d": Case(
+        "causal_conv1d",
+        range(0),
+        lambda: (normal(40, 64), normal(64, 4), normal(2, 64, 4), ints(0, 40), ints(1)),
+    ),
     "gated_delta_rule": Case(
         "gated_delta_rule",
         range(2),

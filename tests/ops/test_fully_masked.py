@@ -232,16 +232,16 @@ def _slots(a: Args) -> Masks:
 def _packed_slots(a: Args) -> Masks:
     """Tokens of no sequence, and those of sequences without a slot; slots whose sequences begin anew."""
     offsets, index, past = a["cu_seqlens"], a["state_index"].long(), a["past"]
-    lost = torch.ones(len(a["q"]), dtype=torch.bool)
+    pool = "conv_state" if "conv_state" in a else "state"
+    lost = torch.ones(len(a["q" if "q" in a else "x"]), dtype=torch.bool)
     for first, last, slot in zip(offsets, offsets[1:], index, strict=False):
         lost[first:last] = slot < 0
-    fresh = torch.zeros(len(a["state"]), dtype=torch.bool)
+    fresh = torch.zeros(len(a[pool]), dtype=torch.bool)
     if past is not None:
         fresh[index[(index >= 0) & (past == 0) & (offsets.diff() > 0)]] = True
-    tokens = {
-        name: lost.view(-1, *[1] * (a[name].dim() - 1)).expand_as(a[name]) for name in ("q", "k", "v", "g", "beta")
-    }
-    return tokens | dict(state=fresh[:, None, None, None].expand_as(a["state"]))
+    names = [name for name in ("q", "k", "v", "g", "beta", "x") if name in a]
+    tokens = {name: lost.view(-1, *[1] * (a[name].dim() - 1)).expand_as(a[name]) for name in names}
+    return tokens | {pool: fresh.view(-1, *[1] * (a[pool].dim() - 1)).expand_as(a[pool])}
 
 
 MASKED: dict[str, Callable[[Args], Masks]] = {
@@ -267,6 +267,7 @@ MASKED: dict[str, Callable[[Args], Masks]] = {
     "mxfp4_dequantize": lambda a: _padding(a | dict(format="mxfp4")),
     "merge_partials": _partials,
     "route_hash": _hash,
+    "causal_conv1d": _packed_slots,
     "gated_delta_rule": _packed_slots,
     "gated_delta_step": _slots,
 }

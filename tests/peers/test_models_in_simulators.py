@@ -71,8 +71,8 @@ MODELS = {
         "qwen3_5_moe",
         dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=32),
         "nvfp4", 32,
-        {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1, "gated_delta_rule": 1},
-        _QWEN | {"gated_delta_step": 1, "sdpa_decode": 1}, nvidia={"linear_decode": 4},
+        {"nvfp4_quantize": 2 * 8 * 2}, _QWEN | {"flash_attention": 1, "causal_conv1d": 1, "gated_delta_rule": 1},
+        _QWEN | {"causal_conv1d": 1, "gated_delta_step": 1, "sdpa_decode": 1}, nvidia={"linear_decode": 4},
     ),
     "deepseek_v3": Model(
         "deepseek_v3", {}, "mxfp4", 13, {"mxfp4_quantize": 2 * 4}, {"flash_attention": 2, "fp4_moe": 1},

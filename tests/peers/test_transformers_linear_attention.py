@@ -68,6 +68,7 @@ def test_tokens_of_prompts_on_a_device_are_those_of_transformers(how):
         found = generated(ours, ids, **kwargs)
     assert torch.equal(found, wanted)
     assert (steps(recorded, "gated_delta_rule"), steps(recorded)) == (LAYERS, LAYERS * (NEW - 1))
+    assert steps(recorded, "causal_conv1d") == LAYERS * NEW
 
 
 @pytest.mark.simulator
@@ -121,7 +122,8 @@ def test_the_cache_keeps_its_tensor_and_a_step_changes_it(family):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_of_published_sizes_are_among_those_compiled_ahead(dtype, monkeypatch):
-    monkeypatch.setattr(linear_attention, "_has_kernel", lambda *_: True)
+    for function in ("_has_kernel", "has_row"):
+        monkeypatch.setattr(linear_attention, function, lambda *_: True)
     model = build("qwen3_5", linear_key_head_dim=128, linear_value_head_dim=128)
     layer = modules(frozen(attnkit_model(model)), "GatedDeltaNet")[0].to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), warmup.asked_by("sm90") as asked:
@@ -130,10 +132,9 @@ def test_kernels_of_published_sizes_are_among_those_compiled_ahead(dtype, monkey
         layer(torch.zeros(3, 1, 64, dtype=dtype), cache_params=cache)
     name = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
     found = {request for request in asked.kernels if request.family == "delta"}
-    ahead = [
-        warmup.served("sm90", models.named(["qwen3.5-9b"]), (name,), f"gated_delta_{op}") for op in ("rule", "step")
-    ]
-    assert len(found) == 2 and found <= {request for requests in ahead for request in requests}
+    named, ops = models.named(["qwen3.5-9b"]), ("causal_conv1d", "gated_delta_rule", "gated_delta_step")
+    ahead = [warmup.served("sm90", named, (name,), op) for op in ops]
+    assert len(found) == 3 and found <= {request for requests in ahead for request in requests}
 
 
 @pytest.mark.parametrize("why", ["training", "three tokens", "a recorded past", "a hook on the convolution"])

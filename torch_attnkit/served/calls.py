@@ -352,6 +352,9 @@ def of_delta(d: Delta, dtype: torch.dtype) -> Iterator[Asked]:
     for rate, bias in itertools.product((dtype, _F32), repeat=2):
         args = q, k, v, a, b, meta(rate, *gates), meta(bias, *gates), state, slots
         yield Asked("gated_delta_step", args, {})
+    channels = 2 * d.key_heads * d.dim + d.value_heads * d.dim
+    convolved = meta(dtype, 1, channels), meta(dtype, channels, 4), meta(dtype, 1, channels, 4)
+    yield Asked("causal_conv1d", (*convolved, meta(_I32, 2), meta(_I32, 1)), {})
     for B in (1, 64):
         packed = [meta(dtype, B, *sizes) for sizes in (keys, keys, values)]
         packed += [meta(_F32, B, *gates), meta(dtype, B, *gates)]

@@ -1,10 +1,11 @@
-"""Gated DeltaNet layers of the Qwen hybrids: prompts on gated_delta_rule, decode steps on gated_delta_step.
+"""Gated DeltaNet layers of the Qwen hybrids: prompts on gated_delta_rule, decode steps on gated_delta_step, and the
+convolution ahead of both on causal_conv1d.
 
 transformers keeps the state of a layer as (B, Hv, K, V), the ops as (B, Hv, V, K): behind a prompt the cache's tensor
 is a view of one that lies as the ops want it. They change it in place, where transformers makes a new one and copies
-it. A tensor that lies otherwise, behind a reordering of beams for one, is copied there and back. Prompts are
-transformers' own where gated_delta_rule has no kernel, as on a CPU; recorded caches, packed sequences and training are
-so everywhere.
+it. A tensor that lies otherwise, behind a reordering of beams for one, is copied there and back. Prompts and the
+convolution are transformers' own where the ops have no kernel, as on a CPU; recorded caches, packed sequences and
+training are so everywhere.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from torch_attnkit.core.dispatch import OPS
+from torch_attnkit.kernels.delta.conv_problem import WIDTHS
 
 from .plain import holds_plain, is_plain
-from .products import target_arch
+from .products import has_row, target_arch
 
 
 class _GatedDeltaNet:
@@ -45,11 +47,17 @@ class _GatedDeltaNet:
             return out
         x = self.attnkit_module.apply_mask_to_padding_states(hidden_states, attention_mask)
         qkv, z, b, a = self._attnkit_projections(x)
-        heads = self._attnkit_heads(self._attnkit_convolution(qkv, cache_params, kept[0] if step else None))
-        if step:
-            rows = self._attnkit_step(heads, a, b, kept[1])
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
+        slots = torch.arange(batch, dtype=torch.int32, device=x.device)
+        if self._attnkit_convolves(qkv, kept[0]):
+            qkv = self._attnkit_op_convolution(qkv, cache_params, kept[0], (offsets, slots))
         else:
-            rows = self._attnkit_prompt(heads, a, b, kept[1], cache_params)
+            qkv = self._attnkit_convolution(qkv, cache_params, kept[0] if step else None)
+        heads = self._attnkit_heads(qkv)
+        if step:
+            rows = self._attnkit_step(heads, a, b, kept[1], slots)
+        else:
+            rows = self._attnkit_prompt(heads, a, b, kept[1], cache_params, (offsets, slots))
         normed = self.norm(rows.flatten(0, -2), z.reshape(-1, self.head_v_dim))
         return self.out_proj(normed.view(batch, length, -1))
 
@@ -65,37 +73,55 @@ class _GatedDeltaNet:
             x = x[:, :, -qkv.shape[1] :]
         return x.transpose(1, 2).contiguous()
 
+    def _attnkit_op_convolution(
+        self: Any, qkv: torch.Tensor, cache: Any, state: torch.Tensor | None, spans: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """The same by the op, which leaves the last tokens in ``state``; without one it begins with zeros."""
+        weight = self.conv1d.weight.squeeze(1)  # (C, W)
+        if state is None:
+            state = qkv.new_zeros(len(qkv), *weight.shape)
+            if cache is not None:
+                cache.update_conv_state(qkv.transpose(1, 2), self.layer_idx, conv_kernel_size=self.conv_kernel_size)
+        out = torch.ops.attnkit.causal_conv1d(qkv.flatten(0, 1), weight, state, *spans, self.conv1d.bias)
+        return out.view(qkv.shape)
+
+    def _attnkit_convolves(self: Any, qkv: torch.Tensor, state: torch.Tensor | None) -> bool:
+        """Whether causal_conv1d has a kernel for these tokens, and takes the cache's state as it lies."""
+        dtype, width = self.conv1d.weight.dtype, self.conv1d.weight.shape[2]
+        if self.activation not in ("silu", "swish") or width not in WIDTHS or qkv.dtype != dtype:
+            return False
+        given = state is None or (state.dtype == dtype and state.is_contiguous() and state.shape[2] >= width - 1)
+        return given and has_row("causal_conv1d", qkv.device, dtype)
+
     def _attnkit_heads(self: Any, qkv: torch.Tensor) -> list[torch.Tensor]:
         """q, k (B, T, Hk, K) and v (B, T, Hv, V)."""
         sizes, dims = (self.key_dim, self.key_dim, self.value_dim), (self.head_k_dim, self.head_k_dim, self.head_v_dim)
         return [part.unflatten(2, (-1, dim)) for part, dim in zip(qkv.split(sizes, 2), dims, strict=True)]
 
     def _attnkit_step(
-        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor
+        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         shared = state.mT.is_contiguous()
         pool = state.mT if shared else state.mT.contiguous()  # (B, Hv, V, K)
-        slots = torch.arange(len(state), dtype=torch.int32, device=state.device)[:, None]
-        rows = torch.ops.attnkit.gated_delta_step(*heads, a, b, self.A_log, self.dt_bias, pool, slots)
+        rows = torch.ops.attnkit.gated_delta_step(*heads, a, b, self.A_log, self.dt_bias, pool, slots[:, None])
         if not shared:
             state.copy_(pool.mT)
         return rows
 
     def _attnkit_prompt(
-        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor | None, cache: Any
-    ) -> torch.Tensor:
+        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor | None, cache: Any,
+        spans: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
         """Rows (B * T, Hv, V) of tokens that begin with ``state``, or with zeros."""
-        batch, length, Hv, V = heads[2].shape
+        batch, _, Hv, V = heads[2].shape
         shared = state is not None and state.mT.is_contiguous()
         if state is None:
             pool = a.new_zeros(batch, Hv, V, heads[0].shape[3], dtype=torch.float32)
         else:
             pool = state.mT if shared else state.mT.contiguous()
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=a.device)
-        slots = torch.arange(batch, dtype=torch.int32, device=a.device)
         packed = [t.flatten(0, 1) for t in (*heads, g, b.sigmoid())]
-        rows = torch.ops.attnkit.gated_delta_rule(*packed, pool, offsets, slots)
+        rows = torch.ops.attnkit.gated_delta_rule(*packed, pool, *spans)
         if cache is not None and not shared:
             cache.update_recurrent_state(pool.mT, self.layer_idx)
         return rows

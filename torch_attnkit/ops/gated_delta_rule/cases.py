@@ -125,8 +125,11 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
 def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
     dims: dict[str, Any] = {"Hk": 1, "Hv": 1, "decay": 1} | {k: v for k, v in f.items() if isinstance(v, int)}
     dims["lengths"] = tuple(int(n) for n in f["len_q"].split("/") if n)
+    # A correction of twice what is wrong, or more, makes errors grow from token to token.
     if dims.get("plain"):
-        dims["twice"] = 0  # a correction of more than twice what is wrong grows from token to token
+        dims["alike"] = 0
+    if dims.get("plain") or dims.get("alike"):
+        dims["twice"] = 0
     strength = f["dtype"] if f.get("t_beta") else "f32"
     args, scalars = made(dims, gen, lambda t: sampling.cast(t, f["dtype"]), lambda t: sampling.cast(t, strength))
     ids = DTYPES[f["ids"]]

@@ -81,13 +81,14 @@ def by_token(x: Tokens, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_chunks(x: Tokens, S: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by chunks of ``CHUNK`` tokens. With a ``dtype`` S has its bits where it is multiplied, and what the
-    tokens of a chunk are to each other, v - S k' and the corrections have those of float16.
+    """The same by chunks of ``CHUNK`` tokens. With a ``dtype`` S has its bits where it is multiplied, and what goes
+    into S those of two terms; products of tokens with each other, v - S k' and the corrections have float16's.
 
     With G the sum of g over the chunk up to a token, and a factor e^(G_i - G_j) between tokens i >= j: the corrections
     are V' = (I + L)^-1 beta (v - e^G S k'), with L_ij = beta_i k'_i k'_j for i > j."""
-    S_of = (lambda t: t) if dtype is None else (lambda t: t.to(dtype).to(t.dtype))
+    model = (lambda t: t) if dtype is None else (lambda t: t.to(dtype).to(t.dtype))
     half = (lambda t: t) if dtype is None else (lambda t: t.to(torch.float16).to(t.dtype))
+    two_terms = (lambda t: t) if dtype is None else (lambda t: model(t) + model(t - model(t)))
     rows = []
     for begin in range(0, len(x.q), CHUNK):
         # (Hv, n, ..)
@@ -100,9 +101,9 @@ def in_chunks(x: Tokens, S: torch.Tensor, dtype: torch.dtype | None) -> tuple[to
         inverse = torch.linalg.solve_triangular(L + identity, identity, upper=False, unitriangular=True)
         products = half(by_q * by_k.mT * (q @ k.mT) * between)
         grown = sums.exp()[..., None]  # (Hv, n, 1)
-        found = half(v - grown * by_k * (k @ S_of(S).mT))  # (Hv, n, V)
+        found = half(v - grown * by_k * (k @ model(S).mT))  # (Hv, n, V)
         corrections = half(inverse * beta[:, None, :]) @ found
-        rows.append(grown * by_q * (q @ S_of(S).mT) + products @ half(corrections))
+        rows.append(grown * by_q * (q @ model(S).mT) + products @ half(corrections))
         left = (sums[:, -1:] - sums).exp()[..., None]
-        S = sums[:, -1, None, None].exp() * S + (corrections * left * by_k).mT @ k
+        S = sums[:, -1, None, None].exp() * S + two_terms(corrections * left * by_k).mT @ k
     return torch.cat(rows, 1).transpose(0, 1), S

@@ -35,12 +35,17 @@ _TERMS = 2  # of float16 that a number is split into
 _TILES = ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))  # of 16 rows and 8 columns that are not above the diagonal
 
 
-def running_sum(x: Float32) -> Float32:
-    """Over the lanes up to this one."""
+def running_sums(x: Float32) -> tuple[Float32, Float32]:
+    """Over the lanes up to this one, and over those behind it: a difference of the former would have the digits of a
+    large sum."""
+    lane = cute.arch.lane_idx()
+    up, down = x, x
     for step in (1, 2, 4, 8, 16):
-        before = cute.arch.shuffle_sync_up(x, step)
-        x += cutlass.select_(cute.arch.lane_idx() >= step, before, Float32(0.0))
-    return x
+        before, behind = cute.arch.shuffle_sync_up(up, step), cute.arch.shuffle_sync_down(down, step)
+        up += cutlass.select_(lane >= step, before, Float32(0.0))
+        down += cutlass.select_(lane + step < TOKENS, behind, Float32(0.0))
+    following = cute.arch.shuffle_sync_down(down, 1)
+    return up, cutlass.select_(lane + 1 < TOKENS, following, Float32(0.0))
 
 
 class Gram(Fixed):
@@ -81,7 +86,9 @@ class Gram(Fixed):
         if c.normalized:
             norm_k = cute.math.rsqrt(elements(Float32, at[0] + 4 * lane, 1)[0] + eps, fastmath=True)
             norm_q = scale * cute.math.rsqrt(elements(Float32, at[1] + 4 * lane, 1)[0] + eps, fastmath=True)
-        decay = running_sum(cutlass.select_(g < Float32(_LEAST), Float32(_LEAST), g)) * Float32(op.LOG2_E)
+        decay, rest = (
+            x * Float32(op.LOG2_E) for x in running_sums(cutlass.select_(g < Float32(_LEAST), Float32(_LEAST), g))
+        )
         cute.arch.sync_warp()
         for address, value in zip(at, (norm_k, norm_q, decay, beta), strict=True):
             elements(Float32, address + 4 * lane, 1)[0] = value
@@ -92,7 +99,7 @@ class Gram(Fixed):
         last = cute.arch.shuffle_sync(decay, TOKENS - 1)
         power = op.exp2(decay)
         factors = c.factors.at(stage)
-        for i, value in enumerate((power * norm_k, power * norm_q, op.exp2(last - decay) * norm_k, op.exp2(last))):
+        for i, value in enumerate((power * norm_k, power * norm_q, op.exp2(rest) * norm_k, op.exp2(last))):
             elements(Float32, factors + 4 * (i * TOKENS + lane), 1)[0] = value
 
     def vectors(self, scratch: Int32) -> list[Int32]:

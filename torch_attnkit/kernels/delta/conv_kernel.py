@@ -1,0 +1,180 @@
+"""Device side of causal_conv1d: a depthwise convolution over packed sequences, one launch.
+
+    CTA (128 vectors of channels, sequence, run)   each thread a vector of channels: runs of 16 tokens, every so many
+
+A thread loads the tokens of a run, all at a time, and those of the W - 1 before it, from x or from the state. The one
+that has a sequence's first run reads the state and leaves the new one, from x: nobody else reads or writes it. One more
+sequence, the tokens behind the last, and sequences without a slot get zeros. Memory bounds it: x is read once and
+out written once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from torch_attnkit.cuda import copies, fake, pdl
+from torch_attnkit.cuda.warp_ops import LOG2_E, exp2, fma
+
+from .conv_problem import RUN, THREADS
+
+
+def _silu(x: Float32) -> Float32:
+    return x * cute.arch.rcp_approx(Float32(1.0) + exp2(x * Float32(-LOG2_E)))
+
+
+class _Conv:
+    """``vector``: channels of a thread."""
+
+    def __init__(self, width: int, columns: int, vector: int, silu: bool):
+        self.width, self.columns, self.vector, self.silu = width, columns, vector, silu
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,  # (Tq, C)
+        mWeight: cute.Tensor,  # (C, W)
+        mState: cute.Tensor,  # (Ns, C, Ws)
+        sequences: tuple,  # cu_seqlens (B + 1), state_index (B), past (B) or None
+        mBias: cute.Tensor | None,  # (C)
+        mOut: cute.Tensor,  # (Tq, C)
+        runs: Int32,  # CTAs of a sequence
+        stream: cuda.CUstream,
+    ):
+        tiles = (Int32(mX.shape[1]) + (THREADS * self.vector - 1)) // (THREADS * self.vector)
+        self.kernel(mX, mWeight, mState, sequences, mBias, mOut, runs).launch(
+            grid=(tiles, Int32(sequences[1].shape[0]) + 1, runs), block=(THREADS, 1, 1), stream=stream,
+            use_pdl=pdl.use(),
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, mX: cute.Tensor, mWeight: cute.Tensor, mState: cute.Tensor, sequences: tuple,
+        mBias: cute.Tensor | None, mOut: cute.Tensor, runs: Int32,
+    ):  # fmt: skip
+        pdl.launch_dependents()
+        pdl.wait()
+        tile, b, part = cute.arch.block_idx()
+        channel = (tile * THREADS + cute.arch.thread_idx()[0]) * self.vector
+        offsets, index, past = sequences
+        limit = Int32(mX.shape[0])
+        first = cutlass.min(cutlass.max(Int32(offsets[b]), 0), limit)
+        last, slot, begun = limit, Int32(-1), Int32(1)  # of the tokens behind the last sequence
+        if b < Int32(index.shape[0]):
+            last, slot = cutlass.min(cutlass.max(Int32(offsets[b + 1]), first), limit), Int32(index[b])
+            if const_expr(past is not None):
+                begun = Int32(past[b])
+        tokens = last - first
+        if channel < Int32(mX.shape[1]):
+            if (slot >= 0) & (slot < Int32(mState.shape[0])):
+                weights = [self.small(mWeight, channel, i) for i in range(self.width)]
+                rBias = cute.make_rmem_tensor(self.vector, Float32)
+                rBias.fill(0.0)
+                if const_expr(mBias is not None):
+                    for j in cutlass.range_constexpr(self.vector):
+                        rBias[j] = Float32(mBias[channel + j])
+                for run in cutlass.range(part, (tokens + (RUN - 1)) // RUN, runs, unroll=1):
+                    self.run(mX, mState, mOut, (first, tokens, run * RUN), (slot, begun), channel, weights, rBias)
+            else:
+                zeros = cute.make_rmem_tensor(self.vector, mOut.element_type)
+                zeros.fill(0.0)
+                for t in cutlass.range(part, tokens, runs, unroll=1):
+                    copies.store(zeros, self.at(mOut, first + t, channel))
+
+    @cute.jit
+    def run(
+        self, mX: cute.Tensor, mState: cute.Tensor, mOut: cute.Tensor, span: tuple, held: tuple, channel: Int32,
+        weights: list, rBias: cute.Tensor,
+    ):  # fmt: skip
+        """``span``: the sequence's first token, how many it has, and of those the run's first."""
+        first, tokens, begin = span
+        rows = [self.load(mX, first + cutlass.min(begin + i, tokens - 1), channel) for i in range(RUN)]
+        before = copies.fragments(self.width - 1, self.vector, Float32)
+        if begin > 0:
+            for i in cutlass.range_constexpr(self.width - 1):
+                before[i].store(self.load(mX, first + (begin + i - (self.width - 1)), channel).load())
+        else:
+            self.replace_state(mX, mState, before, (first, tokens), held, channel)
+        given = [*before, *rows]
+        for i in cutlass.range_constexpr(RUN):
+            if begin + i < tokens:
+                result = cute.make_rmem_tensor(self.vector, mOut.element_type)
+                for j in cutlass.range_constexpr(self.vector):
+                    total = rBias[j]
+                    for k in cutlass.range_constexpr(self.width):
+                        total = fma(weights[k][j], given[i + k][j], total)
+                    result[j] = (_silu(total) if self.silu else Float32(total)).to(mOut.element_type)
+                copies.store(result, self.at(mOut, first + begin + i, channel))
+
+    @cute.jit
+    def replace_state(
+        self, mX: cute.Tensor, mState: cute.Tensor, before: list, span: tuple, held: tuple, channel: Int32
+    ):
+        """Tokens before the first to ``before``; the last ones of the sequence, or of its state, to the state."""
+        (first, tokens), (slot, begun) = span, held
+        old = copies.fragments(self.columns, self.vector, Float32)
+        for i in cutlass.range_constexpr(self.columns):
+            old[i].fill(0.0)
+            if begun != 0:
+                for j in cutlass.range_constexpr(self.vector):
+                    old[i][j] = Float32(mState[slot, channel + j, i])
+        for i in cutlass.range_constexpr(self.width - 1):
+            before[i].store(old[self.columns - (self.width - 1) + i].load())
+        for i in cutlass.range_constexpr(self.columns):
+            new = cute.make_rmem_tensor(self.vector, Float32)
+            token = tokens - self.columns + i
+            if token >= 0:
+                new.store(self.load(mX, first + token, channel).load())
+            else:
+                # What was there moves up by the number of tokens, of which there are fewer than columns.
+                for n in cutlass.range_constexpr(1, self.columns - i):
+                    if tokens == n:
+                        new.store(old[i + n].load())
+            for j in cutlass.range_constexpr(self.vector):
+                mState[slot, channel + j, i] = new[j].to(mState.element_type)
+
+    def small(self, mWeight: cute.Tensor, channel: Int32, i: int) -> cute.Tensor:
+        """A column of the weights for this thread's channels."""
+        found = cute.make_rmem_tensor(self.vector, Float32)
+        for j in range(self.vector):
+            found[j] = Float32(mWeight[channel + j, i])
+        return found
+
+    def at(self, tensor: cute.Tensor, token: Int32, channel: Int32) -> Any:
+        return tensor.iterator + (Int64(token) * tensor.stride[0] + channel)
+
+    def load(self, mX: cute.Tensor, token: Int32, channel: Int32) -> cute.Tensor:
+        """A token's channels in float32."""
+        stored, found = (cute.make_rmem_tensor(self.vector, kind) for kind in (mX.element_type, Float32))
+        copies.load(self.at(mX, token, channel), stored)
+        found.store(stored.load().to(Float32))
+        return found
+
+
+def trace(
+    arch: str, dtype: str, width: int, columns: int, vector: int, silu: bool, bias: bool, past: bool
+) -> tuple[Any, list[Any]]:
+    tokens, C, B = (fake.dim32() for _ in range(3))
+    size = fake.dtype(dtype).width // 8
+
+    def rows() -> Any:
+        return fake.tensor(dtype, (tokens, C), (fake.dim(vector), 1), align=vector * size)
+
+    def ids(*shape: Any) -> Any:
+        return fake.tensor("i32", shape, (None,), align=4)
+
+    arguments = [
+        rows(),
+        fake.tensor(dtype, (C, width), (None, None), align=size),
+        fake.tensor(dtype, (fake.dim32(), C, columns), (None, None, None), align=size),
+        (ids(fake.dim32()), ids(B), ids(B) if past else None),
+        fake.tensor(dtype, (C,), (None,), align=size) if bias else None,
+        rows(),
+        Int32(1),
+        fake.stream(),
+    ]
+    return _Conv(width, columns, vector, silu), arguments
