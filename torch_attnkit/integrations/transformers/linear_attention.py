@@ -38,7 +38,7 @@ class _GatedDeltaNet:
     ) -> torch.Tensor:  # fmt: skip
         batch, length = hidden_states.shape[:2]
         kept = self._attnkit_states(cache_params)
-        step = length == 1 and None not in kept
+        step = length == 1 and all([state is not None for state in kept])
         if not self._attnkit_runs(cache_params, *kept) or not (step or self._attnkit_takes(hidden_states, kwargs)):
             out = super().forward(  # type: ignore[misc]
                 hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
