@@ -307,8 +307,8 @@ def test_a_run_in_processes_is_the_run_in_one(run):
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (("--random", "5", "--op", "foo"), "no op 'foo'; there are flash_attention,"),
-        (("--op", "foo"), "no op 'foo'; there are flash_attention,"),
+        (("--random", "5", "--op", "foo"), "no op 'foo'; there are causal_conv1d, flash_attention,"),
+        (("--op", "foo"), "no op 'foo'; there are causal_conv1d, flash_attention,"),
         (("--random", "5", "--target", "sm75"), "'sm75', accepted: cpu, metal, sm80, sm89, sm90, sm100, sm120"),
         (("--repeat", "S=3", "--op", "sdpa_decode"), "--repeat needs --op and --target"),
         (("--repeat", "S", "--op", "flash_attention", "--target", "cpu"), "'S' is no fact"),
