@@ -7,7 +7,7 @@
 // A thread has a channel: runs of RUN tokens of a sequence, every so many. The one that has a sequence's first run reads
 // the state and leaves the new one: nobody else reads or writes it.
 //
-// Grid: x tiles of channels, y sequences and one for the tokens behind them, z runs.
+// Grid: x threadgroups of channels, y sequences and one for the tokens behind them, z runs.
 //
 // Defined by the host: TYPE, TAPS, COLUMNS, RUN, SILU, BIAS.
 

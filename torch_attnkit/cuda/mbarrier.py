@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from .asm import asm
 from .limits import traced
+from .ring import Fixed
 
 BYTES = 8
 
@@ -47,3 +48,32 @@ def wait(address: Int32, parity: Int32, *, loc: Any = None, ip: Any = None) -> N
         "bra.uni WAIT; DONE: }"
     )
     asm(None, [Int32(address), Int32(parity)], text, memory=True, loc=loc, ip=ip)
+
+
+class Barriers(Fixed):
+    """A full and an empty mbarrier for each of ``count`` buffers, from an address on; buffers are used in turns."""
+
+    def __init__(self, address: Int32, count: int):
+        self.address, self.count = address, count
+
+    def init(self, full: int, empty: int) -> None:
+        """By one thread; arguments are the arrivals of a phase."""
+        for i in range(self.count):
+            init(self.at(Int32(i)), full)
+            init(self.at(Int32(i)) + BYTES, empty)
+
+    def at(self, n: Int32) -> Int32:
+        return self.address + n % self.count * (2 * BYTES)
+
+    def wait_full(self, n: Int32) -> None:
+        wait(self.at(n), n // self.count & 1)
+
+    def wait_empty(self, n: Int32) -> None:
+        """Those who had the buffer's last contents are done with them; at once where there were none."""
+        wait(self.at(n) + BYTES, n // self.count & 1 ^ 1)
+
+    def fill(self, n: Int32) -> None:
+        arrive(self.at(n))
+
+    def release(self, n: Int32) -> None:
+        arrive(self.at(n) + BYTES)

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.targets import needs, on
 from torch_attnkit.core.dispatch import OPS
 
 op = torch.ops.attnkit.causal_conv1d
 CASES = OPS["causal_conv1d"].module("cases")
 LENGTHS = (17, 1, 0, 40)
-TARGETS = ["cpu", *(pytest.param(t, marks=pytest.mark.simulator) for t in ("sm90", "sm80", "metal"))]
 
 
 def made(seed: int = 0, **dims: object):
@@ -22,14 +20,6 @@ def made(seed: int = 0, **dims: object):
 
 def offsets(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-
-
-@pytest.fixture(params=TARGETS)
-def target(request):
-    if request.param != "cpu":
-        needs(request.param)
-    with on(request.param):
-        yield request.param
 
 
 @pytest.mark.parametrize(("width", "columns"), [(4, 4), (4, 3), (3, 6), (2, 1)])

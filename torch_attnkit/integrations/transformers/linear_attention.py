@@ -21,7 +21,7 @@ from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from torch_attnkit.core.dispatch import OPS
-from torch_attnkit.kernels.delta.conv_problem import WIDTHS
+from torch_attnkit.kernels.delta.problem import WIDTHS
 
 from .plain import holds_plain, is_plain
 from .products import has_row, target_arch

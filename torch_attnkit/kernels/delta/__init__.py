@@ -1,10 +1,9 @@
-"""The gated delta rule: a matrix of state for each head, which every token decays, corrects and reads."""
+"""The gated delta rule: a matrix of state for each head, which every token decays, corrects and reads; and the
+convolution ahead of it."""
 
 from torch_attnkit.core.family import Launcher
 
-NVIDIA_STEP = Launcher(f"{__name__}.launch", "step")
-NVIDIA_RULE = Launcher(f"{__name__}.sm80.launch", "rule")
-METAL_STEP = Launcher(f"{__name__}.metal", "step", of_op=True)
-METAL_RULE = Launcher(f"{__name__}.rule_metal", "rule", of_op=True)
-NVIDIA_CONV = Launcher(f"{__name__}.conv_launch", "conv")
-METAL_CONV = Launcher(f"{__name__}.conv_metal", "conv", of_op=True)
+NVIDIA_STEP, NVIDIA_RULE, NVIDIA_CONV = (Launcher(f"{__name__}.launch", name) for name in ("step", "rule", "conv"))
+METAL_STEP, METAL_RULE, METAL_CONV = (
+    Launcher(f"{__name__}.metal", name, of_op=True) for name in ("step", "rule", "conv")
+)

@@ -20,7 +20,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import copies, fake, pdl
 from torch_attnkit.cuda.warp_ops import LOG2_E, exp2, fma
 
-from .conv_problem import RUN, THREADS
+from .problem import RUN
+
+_THREADS = 128
 
 
 def _silu(x: Float32) -> Float32:
@@ -45,9 +47,9 @@ class _Conv:
         runs: Int32,  # CTAs of a sequence
         stream: cuda.CUstream,
     ):
-        tiles = (Int32(mX.shape[1]) + (THREADS * self.vector - 1)) // (THREADS * self.vector)
+        tiles = (Int32(mX.shape[1]) + (_THREADS * self.vector - 1)) // (_THREADS * self.vector)
         self.kernel(mX, mWeight, mState, sequences, mBias, mOut, runs).launch(
-            grid=(tiles, Int32(sequences[1].shape[0]) + 1, runs), block=(THREADS, 1, 1), stream=stream,
+            grid=(tiles, Int32(sequences[1].shape[0]) + 1, runs), block=(_THREADS, 1, 1), stream=stream,
             use_pdl=pdl.use(),
         )  # fmt: skip
 
@@ -59,7 +61,7 @@ class _Conv:
         pdl.launch_dependents()
         pdl.wait()
         tile, b, part = cute.arch.block_idx()
-        channel = (tile * THREADS + cute.arch.thread_idx()[0]) * self.vector
+        channel = (tile * _THREADS + cute.arch.thread_idx()[0]) * self.vector
         offsets, index, past = sequences
         limit = Int32(mX.shape[0])
         first = cutlass.min(cutlass.max(Int32(offsets[b]), 0), limit)

@@ -1,21 +1,25 @@
-"""Host side of the gated delta rule on NVIDIA GPUs."""
+"""Host side of the gated delta rule, and of the convolution ahead of it, on NVIDIA GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from torch_attnkit.core.spec import short
 from torch_attnkit.core.target import Target
-from torch_attnkit.cuda import compile
+from torch_attnkit.cuda import compile, driver
+from torch_attnkit.cuda.limits import LIMITS
 
-from .problem import StepOperands, StepProblem
+from .problem import ConvOperands, ConvProblem, RuleOperands, RuleProblem, StepOperands, StepProblem
+from .sm80.config import configure
 
 VECTOR = 4  # elements of q, k and the state that a lane loads at once
 LANES = 8  # that have a row of the state together
 MOST_DIM = 256  # of a key's head: a lane holds K / 8 numbers of a row, and as many of q and k
+CHANNELS = 4  # of the convolution that a thread has
 
 
 def step(problem: StepProblem, target: Target) -> Callable[[StepOperands], None]:
@@ -52,3 +56,66 @@ def trace_step(arch: str, **signature: Any) -> compile.Traced:
     from . import kernel
 
     return kernel.trace(arch, **signature)
+
+
+def rule(problem: RuleProblem, target: Target) -> Callable[[RuleOperands], None]:
+    """What solves ``problem`` on ``target``. Heads of q, k and v that do not start at multiples of 16 bytes are copied
+    first."""
+    p = problem
+    if p.empty:
+        return lambda operands: None
+    config = configure(p.dims, p.heads * p.batch, p.normalized, p.past, LIMITS[target.arch], driver.sm_count(p.device))
+    run = compile.launcher(
+        target, p.device, trace_rule, dtype=short(p.dtype), beta_dtype=short(p.beta_dtype), config=astuple(config)
+    )
+    aligned = all(step % 8 == 0 for step in p.steps)
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        return t if aligned and not t.data_ptr() & 15 else t.contiguous().clone()
+
+    def launch(o: RuleOperands) -> None:
+        heads = whole(o.q), whole(o.k), whole(o.v)
+        sequences = o.cu_seqlens, o.state_index, o.past
+        run(heads, (o.g, o.beta), o.state, sequences, o.out, p.heads // p.key_heads, (p.scale, p.eps))
+
+    return launch
+
+
+def trace_rule(arch: str, **signature: Any) -> compile.Traced:
+    """``sm80/kernel.py``."""
+    from .sm80 import kernel
+
+    return kernel.trace(arch, **signature)
+
+
+def conv(problem: ConvProblem, target: Target) -> Callable[[ConvOperands], None]:
+    """What solves ``problem`` on ``target``. A thread has four channels where x and out allow it, else one."""
+    p = problem
+    if p.empty:
+        return lambda operands: None
+    even = p.channels % CHANNELS == 0 and p.steps[0] % CHANNELS == 0
+    odd = CHANNELS * p.dtype.itemsize - 1
+
+    def compiled(vector: int) -> Callable[..., None]:
+        return compile.launcher(
+            target, p.device, trace_conv, dtype=short(p.dtype), width=p.width, columns=p.columns, vector=vector,
+            silu=p.silu, bias=p.bias, past=p.past,
+        )  # fmt: skip
+
+    launches = {CHANNELS if even else 1: compiled(CHANNELS if even else 1)}
+
+    def launch(o: ConvOperands) -> None:
+        width = CHANNELS if even and not (o.x.data_ptr() | o.out.data_ptr()) & odd else 1
+        if width not in launches:
+            launches[width] = compiled(width)
+        sequences = o.cu_seqlens, o.state_index, o.past
+        launches[width](o.x, o.weight, o.conv_state, sequences, o.bias, o.out, p.runs)
+
+    return launch
+
+
+def trace_conv(arch: str, **signature: Any) -> compile.Traced:
+    """``conv_kernel.py``."""
+    from . import conv_kernel
+
+    return conv_kernel.trace(arch, **signature)

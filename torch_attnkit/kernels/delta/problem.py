@@ -1,4 +1,4 @@
-"""What a launch of the gated delta rule solves, and the tensors that it is given."""
+"""What launches of the gated delta rule, and of the convolution ahead of it, solve and are given."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+WIDTHS = (2, 3, 4)  # tokens of a sum of the convolution
+MOST_COLUMNS = 12  # tokens of a state of it
+ACTIVATIONS = ("silu", "none")
+RUN = 16  # tokens of the convolution that a thread has in flight
+_MOST_RUNS = 256  # CTAs of a sequence and its channels
 
 
 @dataclass(frozen=True)
@@ -50,3 +56,86 @@ class StepOperands(NamedTuple):
     state_index: torch.Tensor  # (B, n)
     accepted: torch.Tensor | None  # (B)
     out: torch.Tensor  # (B, n, Hv, V)
+
+
+@dataclass(frozen=True)
+class RuleProblem:
+    """Packed sequences of any length, with gates as they are used and norms inside."""
+
+    device: torch.device
+    dtype: torch.dtype
+    beta_dtype: torch.dtype
+    tokens: int  # of all sequences
+    batch: int
+    heads: int  # value heads
+    key_heads: int
+    dims: tuple[int, int]  # K of a key's head, V of a value's
+    scale: float
+    normalized: bool  # q and k have length 1 when they are used
+    eps: float
+    past: bool  # whether there is such a tensor
+    slots: int  # of the pool
+    steps: tuple[int, ...]  # of q, k and v: elements along all axes but the last
+    state_steps: tuple[int, ...]
+    small_steps: tuple[int, ...]  # of g, beta, cu_seqlens, state_index and past along all axes
+
+    @property
+    def empty(self) -> bool:
+        return self.tokens * self.heads * self.dims[1] == 0
+
+
+class RuleOperands(NamedTuple):
+    """Its tensors."""
+
+    q: torch.Tensor  # (Tq, Hk, K)
+    k: torch.Tensor  # (Tq, Hk, K)
+    v: torch.Tensor  # (Tq, Hv, V)
+    g: torch.Tensor  # (Tq, Hv)
+    beta: torch.Tensor  # (Tq, Hv)
+    state: torch.Tensor  # (Ns, Hv, V, K)
+    cu_seqlens: torch.Tensor  # (B + 1)
+    state_index: torch.Tensor  # (B)
+    past: torch.Tensor | None  # (B)
+    out: torch.Tensor  # (Tq, Hv, V)
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """A depthwise convolution over packed sequences with states in slots."""
+
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int  # of all sequences
+    batch: int
+    channels: int
+    width: int  # tokens of a sum
+    columns: int  # tokens of a state
+    slots: int
+    bias: bool
+    past: bool
+    silu: bool
+    steps: tuple[int, ...]  # of x, weight, conv_state, cu_seqlens and state_index along all axes
+    past_step: int
+    bias_step: int
+
+    @property
+    def empty(self) -> bool:
+        return self.tokens * self.channels == 0
+
+    @property
+    def runs(self) -> int:
+        """CTAs that share a sequence's runs of tokens, were all sequences as long."""
+        return max(1, min(_MOST_RUNS, -(-self.tokens // (RUN * max(self.batch, 1)))))
+
+
+class ConvOperands(NamedTuple):
+    """Its tensors."""
+
+    x: torch.Tensor  # (Tq, C)
+    weight: torch.Tensor  # (C, W)
+    conv_state: torch.Tensor  # (Ns, C, Ws)
+    cu_seqlens: torch.Tensor  # (B + 1)
+    state_index: torch.Tensor  # (B)
+    bias: torch.Tensor | None  # (C)
+    past: torch.Tensor | None  # (B)
+    out: torch.Tensor  # (Tq, C)

@@ -14,7 +14,7 @@ Source: Gated Delta Networks (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have 
 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import delta
-from torch_attnkit.kernels.delta.conv_problem import ACTIVATIONS, MOST_COLUMNS, WIDTHS
+from torch_attnkit.kernels.delta.problem import ACTIVATIONS, MOST_COLUMNS, WIDTHS
 from torch_attnkit.oracle import meanings
 
 _LIMITS = {

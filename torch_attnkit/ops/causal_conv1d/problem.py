@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.delta.conv_problem import ConvOperands, ConvProblem
+from torch_attnkit.kernels.delta.problem import ConvOperands, ConvProblem
 
 
 def problem(call: Call) -> ConvProblem:

@@ -22,7 +22,7 @@ from torch_attnkit.kernels import delta
 from torch_attnkit.kernels.delta import metal
 from torch_attnkit.kernels.delta.launch import MOST_DIM
 from torch_attnkit.kernels.delta.sm80.config import MOST_KEY_DIM
-from torch_attnkit.oracle import meanings
+from torch_attnkit.oracle import delta_rules
 
 OP = Op(
     schema="gated_delta_rule(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens,"
@@ -51,29 +51,13 @@ OP = Op(
         state_index="Slot of each sequence, -1 to Ns - 1: where its state begins and is left. -1 keeps none.",
         past="Tokens of each sequence before these; 0 begins with zeros whatever the slot holds, else it is read. None"
         " reads all.",
-        scale="Factor of q; None is 1 / sqrt(K).",
-        qk_l2norm="Whether q and k are divided by sqrt(sum of their squares + eps).",
-        eps="Added to the sum of the squares before the root is taken; above 0.",
+        **delta_rules.MEANING,
         out="S q' of each token, with the state after it, rounded once; 0 where a sequence has no slot.",
     ),
-    axes=meanings.axes(
-        "B Tq",
-        Hk="heads of q and k; Hv / Hk neighbouring value heads share one",
-        Hv="value heads, each with a state",
-        K="channels of a head of q and k",
-        V="channels of a value head",
-        Ns="slots of the pool",
-    ),
-    where={
-        "Hv must be a multiple of Hk": lambda c: c.dim["Hk"] > 0 and c.dim["Hv"] % c.dim["Hk"] == 0,
-        "K must be at least 1": lambda c: c.dim["K"] > 0,
-        "eps must be positive": lambda c: c.arg.eps > 0,
-        "state must not overlap itself": lambda c: all(
-            c.arg.state.stride(axis) > 0 or c.arg.state.shape[axis] < 2 for axis in range(3)
-        ),
-    },
-    varies={"cpu": "how PyTorch adds up follows from how many sequences there are"},
-    whole="slots are shared by all sequences; give each process its own pool, or some heads",
+    axes=delta_rules.axes("B Tq"),
+    where=delta_rules.WHERE,
+    varies=delta_rules.VARIES,
+    whole=delta_rules.WHOLE,
     kernels=(
         Kernel(
             "cuda",
@@ -83,7 +67,7 @@ OP = Op(
                     c.dim["K"] % 16 == 0 and c.dim["K"] <= MOST_KEY_DIM
                 ),
                 "V must be a multiple of 8": lambda c: c.dim["V"] % 8 == 0,
-                "at most 65535 sequences": lambda c: c.dim["B"] < 2**16,
+                "at most 65534 sequences": lambda c: c.dim["B"] < 2**16 - 1,
                 "fewer than 2^31 rows of a state": lambda c: c.dim["Hv"] * (c.dim["V"] + 128) < 2**31,
             },
             launcher=delta.NVIDIA_RULE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_attnkit.core.op import Call
-from torch_attnkit.kernels.delta.rule_problem import RuleOperands, RuleProblem
+from torch_attnkit.kernels.delta.problem import RuleOperands, RuleProblem
 
 
 def problem(call: Call) -> RuleProblem:

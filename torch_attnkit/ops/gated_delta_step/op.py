@@ -19,7 +19,7 @@ from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import delta
 from torch_attnkit.kernels.delta import metal
 from torch_attnkit.kernels.delta.launch import LANES, MOST_DIM, VECTOR
-from torch_attnkit.oracle import meanings
+from torch_attnkit.oracle import delta_rules
 
 MOST_TOKENS = 8
 
@@ -52,33 +52,15 @@ OP = Op(
         state_index="Slot of the state after each token, -1 to Ns - 1; -1 keeps none. The step begins with the state of"
         " column accepted - 1, or of column 0.",
         accepted="Tokens of the step before that were accepted, for each sequence; cut off at 1 and n. None is 1.",
-        scale="Factor of q; None is 1 / sqrt(K).",
-        qk_l2norm="Whether q and k are divided by sqrt(sum of their squares + eps).",
-        eps="Added to the sum of the squares before the root is taken; above 0.",
+        **delta_rules.MEANING,
         beta_scale="Factor of sigmoid(b): 2 allows eigenvalues from -1 to 1.",
         out="S q' of each token, with the state after it, computed in float32 and rounded once; 0 where a sequence has"
         " no state.",
     ),
-    axes=meanings.axes(
-        "B",
-        n="tokens of a sequence",
-        Hk="heads of q and k; Hv / Hk neighbouring value heads share one",
-        Hv="value heads, each with a state",
-        K="channels of a head of q and k",
-        V="channels of a value head",
-        Ns="slots of the pool",
-    ),
-    where={
-        "Hv must be a multiple of Hk": lambda c: c.dim["Hk"] > 0 and c.dim["Hv"] % c.dim["Hk"] == 0,
-        "n must be 1 to 8": lambda c: 1 <= c.dim["n"] <= MOST_TOKENS,
-        "K must be at least 1": lambda c: c.dim["K"] > 0,
-        "eps must be positive": lambda c: c.arg.eps > 0,
-        "state must not overlap itself": lambda c: all(
-            c.arg.state.stride(axis) > 0 or c.arg.state.shape[axis] < 2 for axis in range(3)
-        ),
-    },
-    varies={"cpu": "how PyTorch adds up follows from how many sequences there are"},
-    whole="slots are shared by all sequences; give each process its own pool, or some heads",
+    axes=delta_rules.axes("B", n="tokens of a sequence"),
+    where=delta_rules.WHERE | {"n must be 1 to 8": lambda c: 1 <= c.dim["n"] <= MOST_TOKENS},
+    varies=delta_rules.VARIES,
+    whole=delta_rules.WHOLE,
     kernels=(
         Kernel(
             "cuda",

@@ -25,8 +25,7 @@ from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.smem import CHUNK
 
 from .config import TOKENS, Config
-from .products import add, zeros
-from .tiles import columns, elements, load_floats, load_tile, tile_address
+from .products import add, columns, elements, load_floats, load_tile, tile_address, zeros
 
 _LEAST = -128.0  # whose power is 0 in float32; sums of a chunk stay exact to 2^-11
 _BLOCK = 16  # rows that are inverted by substitution

@@ -52,35 +52,6 @@ class Span(Fixed):
         return self.first + n * TOKENS, cutlass.min(self.tokens - n * TOKENS, TOKENS)
 
 
-class Barriers(Fixed):
-    """A full and an empty mbarrier for each of ``count`` buffers, from an address on; buffers are used in turns."""
-
-    def __init__(self, address: Int32, count: int):
-        self.address, self.count = address, count
-
-    def init(self, full: int, empty: int) -> None:
-        """By one thread; arguments are the arrivals of a phase."""
-        for i in range(self.count):
-            mbarrier.init(self.at(Int32(i)), full)
-            mbarrier.init(self.at(Int32(i)) + mbarrier.BYTES, empty)
-
-    def at(self, n: Int32) -> Int32:
-        return self.address + n % self.count * (2 * mbarrier.BYTES)
-
-    def wait_full(self, n: Int32) -> None:
-        mbarrier.wait(self.at(n), n // self.count & 1)
-
-    def wait_empty(self, n: Int32) -> None:
-        """Those who had the buffer's last contents are done with them; at once where there were none."""
-        mbarrier.wait(self.at(n) + mbarrier.BYTES, n // self.count & 1 ^ 1)
-
-    def fill(self, n: Int32) -> None:
-        mbarrier.arrive(self.at(n))
-
-    def release(self, n: Int32) -> None:
-        mbarrier.arrive(self.at(n) + mbarrier.BYTES)
-
-
 class ChunkedRule:
     def __init__(self, config: Config, dtype: Any):
         self.c, self.gram = config, Gram(config, dtype)
@@ -157,14 +128,14 @@ class ChunkedRule:
                 pointer = cute.make_ptr(Int32, (mOut.iterator + at).toint(), cute.AddressSpace.gmem, assumed_align=4)
                 cute.make_tensor(pointer, cute.make_layout(1))[0] = Int32(0)
 
-    def stages(self, shared: Int32) -> Barriers:
-        return Barriers(self.c.barriers.at(shared), self.c.stages)
+    def stages(self, shared: Int32) -> mbarrier.Barriers:
+        return mbarrier.Barriers(self.c.barriers.at(shared), self.c.stages)
 
-    def copies(self, shared: Int32, warp: Int32) -> Barriers:
+    def copies(self, shared: Int32, warp: Int32) -> mbarrier.Barriers:
         """Of a state warp's registers."""
         c = self.c
         begin = c.barriers.at(shared) + 2 * mbarrier.BYTES * c.stages
-        return Barriers(begin + warp * (2 * mbarrier.BYTES * c.copies), c.copies)
+        return mbarrier.Barriers(begin + warp * (2 * mbarrier.BYTES * c.copies), c.copies)
 
     @cute.jit
     def prepare(

@@ -25,8 +25,19 @@ from torch_attnkit.cuda.ring import Fixed
 from torch_attnkit.cuda.smem import CHUNK
 
 from .config import TOKENS, Config
-from .products import GROUPS, add, add_lower, operand, scale_tokens, times_tokens, zeros
-from .tiles import columns, load_floats, load_tile, tile_address
+from .products import (
+    GROUPS,
+    add,
+    add_lower,
+    columns,
+    load_floats,
+    load_tile,
+    operand,
+    scale_tokens,
+    tile_address,
+    times_tokens,
+    zeros,
+)
 
 _CONCURRENT = 2  # tiles of 16 columns of S that are multiplied with one term of V'
 
