@@ -14,6 +14,7 @@ from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda.limits import LIMITS
 from torch_attnkit.cuda.smem import RESERVED
 from torch_attnkit.kernels.batched_gemm import plan as batched
+from torch_attnkit.kernels.batched_gemm.problem import Fp4Problem
 from torch_attnkit.kernels.decode.config import Fp8KvConfig, MmaConfig
 from torch_attnkit.kernels.decode.plan import FP8_KV_HEADS
 from torch_attnkit.kernels.decode.problem import Problem, Strides
@@ -83,6 +84,15 @@ def test_tiles_of_the_batched_gemm_fit():
         for tokens in range(1, 400):
             config = batched.configure(tokens, limits.shared)
             assert config.stages * config.stage_bytes + 1024 <= limits.shared and config.stages >= 3, (arch, tokens)
+
+
+def test_tiles_of_the_fp4_batched_gemm_fit():
+    for arch, format, tokens in itertools.product(SMALL, ("nvfp4", "mxfp4"), (1, 16, 17, 64, 65, 5000)):
+        steps, sizes = ((0, 0),) * 3, (tokens, 8, 4096, 1024)
+        problem = Fp4Problem(torch.device("cpu"), format, "linear", (False, False), torch.bfloat16, *sizes, *steps)
+        config = batched.configure_fp4(problem, arch)
+        assert config.stages * config.stage_bytes + 1024 <= LIMITS[arch].shared and config.stages >= 3
+        assert config.rows <= config.threads  # each has a row's scales
 
 
 def experts(count: int) -> Iterator[Experts]:

@@ -19,7 +19,7 @@ from torch_attnkit.cuda.limits import LIMITS
 from ..grouped_gemm.problem import BLOCK
 from ..prefill.launch import reader
 from ..prefill.problem import Layout
-from .plan import CHUNK, configure
+from .plan import CHUNK, configure, configure_fp4
 from .problem import Fp4Problem, Operands, Problem
 from .sm90 import plan as hopper
 from .sm100 import plan as blackwell
@@ -34,7 +34,7 @@ def launcher(problem: Problem | Fp4Problem, target: Target) -> Callable[[Operand
         return _zero_out
     sms = driver.sm_count(p.device)
     if isinstance(p, Fp4Problem):
-        return (_fp4_hopper if target.arch == "sm90" else _fp4_blackwell)(p, target, sms)
+        return (_fp4_hopper if target.arch == "sm90" else _fp4)(p, target, sms)
     tile = hopper.tile(p, sms) if target.arch == "sm90" else None
     return _mma(p, target) if tile is None else _wgmma(p, target, tile, sms)
 
@@ -126,15 +126,19 @@ def _is_aligned(t: torch.Tensor, nbytes: int) -> bool:
     return t.data_ptr() % nbytes == 0 and all(step % nbytes == 0 for step in steps)
 
 
-def _fp4_blackwell(p: Fp4Problem, target: Target, sms: int) -> Callable[[Operands], None]:
-    """Packed rows must start and end where TMA takes them, linear scales at words: what does not is copied."""
+def _fp4(p: Fp4Problem, target: Target, sms: int) -> Callable[[Operands], None]:
+    """On other targets. Packed rows must start and end at multiples of 16 bytes, linear scales at words: what does not
+    is copied."""
     swizzled = p.scale_layout == "128x4"
-    tile = blackwell.fp4(p, swizzled and p.k // BLOCK[p.format] % 4 == 0, sms)
-    run = compile.launcher(
-        target, p.device, trace_fp4,
-        out_dtype=short(p.out_dtype), swizzled=swizzled, divisors=p.divisors, config=astuple(tile),
-        even=math.gcd(p.n, 16 // p.out_dtype.itemsize),
-    )  # fmt: skip
+    common = dict(out_dtype=short(p.out_dtype), swizzled=swizzled, divisors=p.divisors)
+    counts: tuple[int, ...] = ()
+    if target.arch == "sm100":
+        tile = blackwell.fp4(p, swizzled and p.k // BLOCK[p.format] % 4 == 0, sms)
+        even, counts = math.gcd(p.n, 16 // p.out_dtype.itemsize), (sms,)
+        run = compile.launcher(target, p.device, trace_fp4_tcgen05, **common, config=astuple(tile), even=even)
+    else:
+        config = astuple(configure_fp4(p, target.arch))
+        run = compile.launcher(target, p.device, trace_fp4, **common, config=config, even=p.n % 2 == 0)
 
     def padded(t: torch.Tensor, nbytes: int) -> torch.Tensor:
         """As ``_aligned``, but the rows of a copy end at such multiples, too."""
@@ -156,7 +160,7 @@ def _fp4_blackwell(p: Fp4Problem, target: Target, sms: int) -> Callable[[Operand
         one = memory.empty((1,), dtype=torch.float32, device=p.device)
         given = (one if t is None else t.view(1) for t in (o.x_global, o.weight_global))
         tokens = padded(o.x.transpose(0, 1), 16), x_scale
-        run(tokens, (padded(o.weight, 16), scales(o.weight_scale)), *given, o.out, sms)
+        run(tokens, (padded(o.weight, 16), scales(o.weight_scale)), *given, o.out, *counts)
 
     return launch
 
@@ -197,6 +201,13 @@ def trace_fp4_e4m3(arch: str, **signature: Any) -> compile.Traced:
 
 
 def trace_fp4(arch: str, **signature: Any) -> compile.Traced:
+    """FP4 on targets with 99 KB of shared memory."""
+    from . import fp4_kernel
+
+    return fp4_kernel.trace(arch, **signature)
+
+
+def trace_fp4_tcgen05(arch: str, **signature: Any) -> compile.Traced:
     """FP4 on Blackwell."""
     from .sm100 import kernel_block_scaled
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ..grouped_gemm.problem import BLOCK
+from .problem import Fp4Problem
+
 K_TILE = 64  # elements of a row in one stage: 128 bytes
 CHUNK = 8  # elements of 16 bytes, what a thread copies at once
+FP4_K_TILE = 128  # elements of a row in one stage
+FP4_ROW = FP4_K_TILE // 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,3 +42,35 @@ def configure(tokens: int, shared: int) -> Config:
         return Config(32, 64, (1, 4), 8)
     many = Config(128, 128, (2, 4), 4)
     return many if many.stages * many.stage_bytes <= shared else replace(many, stages=3)
+
+
+@dataclass(frozen=True)
+class Fp4Config(Config):
+    """The same of FP4. ``block_scaled``: ``mma.sync`` multiplies codes and scales; else both are dequantised.
+    ``whole``: K is a multiple of ``FP4_K_TILE``."""
+
+    format: str
+    block_scaled: bool
+    whole: bool
+
+    @property
+    def rows(self) -> int:
+        """Of both operands."""
+        return self.tokens + self.n
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a row in a stage."""
+        return FP4_K_TILE // BLOCK[self.format]
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * (FP4_ROW + self.scale_bytes)
+
+
+def configure_fp4(problem: Fp4Problem, arch: str) -> Fp4Config:
+    """As ``configure``: 46 to 92 KB of shared memory."""
+    sizes = (16, 64, (1, 4), 8) if problem.tokens <= 16 else (32, 64, (1, 4), 8)
+    if problem.tokens > 64:
+        sizes = (128, 128, (2, 4), 5)
+    return Fp4Config(*sizes, problem.format, arch == "sm120", problem.k % FP4_K_TILE == 0)

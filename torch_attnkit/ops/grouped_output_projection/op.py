@@ -143,7 +143,7 @@ OP = Op(
             launcher=batched_gemm.NVIDIA,
         ),
         Kernel(
-            "sm100",
+            "sm80 sm89 sm100 sm120",
             "bf16 f16 f32",
             features="swizzled global_scale",
             needs={

@@ -1,5 +1,5 @@
-"""Products of groups of FP4 numbers with block scales in the simulator of Blackwell: borders of work tiles, garbage
-beside the operands, NaN, exponents, and every work tile that there is."""
+"""Products of groups of FP4 numbers with block scales in the simulators of other targets than Hopper: borders of work
+tiles, garbage beside the operands, NaN, exponents, and every work tile that Blackwell has."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ op = torch.ops.attnkit.grouped_output_projection
 ONE = {"nvfp4": 0x38, "mxfp4": 127}  # a scale of 1
 NAN = {"nvfp4": 0x7F, "mxfp4": 255}
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
+TARGETS = ["sm80", "sm100", "sm120"]  # sm89 has the kernel of sm80
 SIGNS = torch.tensor([0, 2, 10], dtype=torch.uint8)  # codes of 0, 1 and -1, whose sums are exact
 
 
-def simulated(*args, seed: int = 0, **kwargs) -> torch.Tensor:
-    with torch_attnkit.simulate("sm100"), ptx.settings(check=True, seed=seed):
+def simulated(*args, target: str = "sm100", seed: int = 0, **kwargs) -> torch.Tensor:
+    with torch_attnkit.simulate(target), ptx.settings(check=True, seed=seed):
         return op(*args, dtype=torch.float32, **kwargs)
 
 
@@ -58,38 +59,52 @@ def beside_nan(t: torch.Tensor, format: str, before: int, after: int) -> torch.T
     return view.copy_(t)
 
 
-def is_right(tokens: int, groups: int, k: int, n: int, format: str, layout: str, seed: int = 0, around=None) -> None:
+def is_right(tokens: int, groups: int, k: int, n: int, format: str, layout: str, **kwargs) -> None:
+    around = kwargs.pop("around", None)
     (o, ov), (w, wv) = integers(tokens, groups, k), integers(groups, n, k)
     (so, sov), (sw, swv) = scales(format, tokens, groups, k), scales(format, groups, n, k)
     if layout == "128x4":
         so, sw = swizzled(so.transpose(0, 1), format), swizzled(sw, format)
     bytes_ = (beside_nan(t, format, *around) for t in (o, w, so, sw)) if around else (o, w, so, sw)
-    got = simulated(*bytes_, format=format, scale_layout=layout, seed=seed)
+    got = simulated(*bytes_, format=format, scale_layout=layout, **kwargs)
     assert torch.equal(got, torch.einsum("tgk,grk->tgr", ov * sov, wv * swv))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("around", [(16, 0), (3, 2)])
-@pytest.mark.parametrize("tokens", [1, 9, 129])
-def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(tokens, around, format):
-    for k, n in ((96, 64), (288, 65)):
-        is_right(tokens, 2, k, n, format, "linear", around=around)
+@pytest.mark.parametrize("tokens", [1, 9, 33, 129])
+@pytest.mark.parametrize("target", TARGETS)
+def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(target, tokens, around, format):
+    for k, n in ((96, 64), (288, 65), (256, 3)):
+        is_right(tokens, 2, k, n, format, "linear", around=around, target=target)
 
 
 @pytest.mark.sample(7)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("k", [96, 128, 160, 256, 640])
-def test_padding_of_128x4_scales_is_not_read(k, format):
+@pytest.mark.parametrize("target", TARGETS)
+def test_padding_of_128x4_scales_is_not_read(target, k, format):
     """Of the last tile along K there are all four scales, or some, or the row of codes ends amid a stage."""
-    is_right(3, 2, k, 130, format, "128x4")
-    is_right(130, 1, k, 5, format, "128x4", seed=2)
+    is_right(3, 2, k, 130, format, "128x4", target=target)
+    is_right(130, 1, k, 5, format, "128x4", seed=2, target=target)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("tokens", [7, 40, 130])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("target", ["sm80", "sm120"])
+def test_the_ring_goes_round_under_hostile_schedules(target, format, tokens):
+    """K is 13 stages of a ring of 8 or of 5; the last is cut short."""
+    for seed in (1, 2, 3):
+        is_right(tokens, 1, 13 * 128 - 32, 70, format, "linear", seed=seed, target=target)
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", ["linear", "128x4"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
-def test_nan_stays_in_its_row_and_its_column(format, layout):
+@pytest.mark.parametrize("target", TARGETS)
+def test_nan_stays_in_its_row_and_its_column(target, format, layout):
     (o, _), (w, _) = integers(20, 2, 128), integers(2, 12, 128)
     so, sw = scales(format, 20, 2, 128)[0], scales(format, 2, 12, 128)[0]
     so[3, 0, 1], sw[1, 7, 0] = NAN[format], NAN[format]
@@ -97,17 +112,27 @@ def test_nan_stays_in_its_row_and_its_column(format, layout):
         so, sw = swizzled(so.transpose(0, 1), format), swizzled(sw, format)
     expected = torch.zeros(20, 2, 12, dtype=torch.bool)
     expected[3, 0], expected[:, 1, 7] = True, True
-    assert torch.equal(simulated(o, w, so, sw, format=format, scale_layout=layout).isnan(), expected)
+    got = simulated(o, w, so, sw, format=format, scale_layout=layout, target=target)
+    assert torch.equal(got.isnan(), expected)
 
 
-@pytest.mark.parametrize(("of_o", "of_w"), [(-127, 120), (100, -127), (-60, -60), (60, 60)])
-def test_exponents_of_mxfp4(of_o, of_w):
-    """Both operands have all exponents that float32 has."""
+EXPONENTS = [(-127, 120), (100, -127), (-60, -60), (60, 60)]
+NARROW = [(-127, 64), (100, -69), (-30, -30), (60, 60)]  # of weights that are dequantised, times 2^-63
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(
+    ("target", "of_o", "of_w"),
+    [(target, *pair) for target in TARGETS for pair in (NARROW if target == "sm80" else EXPONENTS)],
+)
+def test_exponents_of_mxfp4(target, of_o, of_w):
+    """Both operands have all exponents that float32 has; weights that are dequantised have 2^-69 to 2^64, and their
+    sums 2^63 less than float32."""
     (o, ov), (w, wv) = integers(4, 1, 64), integers(1, 9, 64)
     so = torch.full((4, 1, 2), 127 + of_o, dtype=torch.uint8)
     sw = torch.full((1, 9, 2), 127 + of_w, dtype=torch.uint8)
     want = torch.einsum("tgk,grk->tgr", ov.double() * 2.0**of_o, wv.double() * 2.0**of_w)
-    assert torch.equal(simulated(o, w, so, sw, format="mxfp4"), want.float())
+    assert torch.equal(simulated(o, w, so, sw, format="mxfp4", target=target), want.float())
 
 
 @pytest.mark.sample(7)

@@ -1,0 +1,1 @@
+"""Batched GEMM of FP4 dequantised for ``mma.sync``."""
