@@ -62,6 +62,7 @@ OP = Op(
     },
     choices={"activation": ACTIVATIONS},
     features={"bias": lambda c: c.arg.bias is not None},
+    varies={"cpu": "how PyTorch's silu rounds follows from where in its vectors an element lies"},
     whole="slots are shared by all sequences; give each process its own pool, or some channels",
     kernels=(
         Kernel("cuda", "bf16 f16 f32", features="bias", needs=dict(_LIMITS), launcher=delta.NVIDIA_CONV),
