@@ -17,7 +17,7 @@ from torch_attnkit.integrations.transformers import attnkit_model, linear_attent
 from torch_attnkit.served import models
 
 LAYERS, NEW = 3, 8
-families = pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+families = pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"])
 
 
 def pair(family: str) -> tuple[Any, Any]:
@@ -53,11 +53,13 @@ def test_tokens_are_those_of_transformers(family, how):
 
 
 @pytest.mark.simulator
-@pytest.mark.parametrize("how", ["greedy", "padded", "beams"])
-def test_tokens_of_prompts_on_a_device_are_those_of_transformers(how):
+@pytest.mark.parametrize(
+    ("family", "how"), [("qwen3_5", "greedy"), ("qwen3_5", "padded"), ("qwen3_5", "beams"), ("olmo_hybrid", "padded")]
+)
+def test_tokens_of_prompts_on_a_device_are_those_of_transformers(family, how):
     """On simulated Metal, in float32."""
     needs("metal")
-    theirs, ours = pair("qwen3_5")
+    theirs, ours = pair(family)
     ids = tokens(2, 21)
     mask = torch.ones_like(ids)
     if how == "padded":

@@ -44,6 +44,7 @@ SWAPPED = {
     "qwen3_next": {
         "Qwen3NextAttention": 1, "Qwen3NextGatedDeltaNet": 3, "Qwen3NextRMSNormGated": 3, "Qwen3NextTopKRouter": 4,
     },
+    "olmo_hybrid": {"OlmoHybridAttention": 1, "OlmoHybridGatedDeltaNet": 3, "OlmoHybridRMSNormGated": 3},
     "deepseek_v4": {"DeepseekV4Attention": 4, "DeepseekV4HashRouter": 2, "DeepseekV4TopKRouter": 2},
 }  # fmt: skip
 OPS = {
@@ -51,6 +52,7 @@ OPS = {
     "qwen3_5": {"gated_delta_step", "gated_rmsnorm"},
     "qwen3_5_moe": {"gated_delta_step", "gated_rmsnorm", "route_softmax"},
     "qwen3_next": {"gated_delta_step", "gated_rmsnorm", "route_softmax"},
+    "olmo_hybrid": {"gated_delta_step", "gated_rmsnorm"},
 }
 V4_OPS = {
     "sparse_fmha_with_swa", "indexer_scores", "indexer_topk", "grouped_output_projection", "route_hash",

@@ -67,6 +67,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID | dict(intermediate_size=128)),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _HYBRID | _QWEN_MOE),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", _HYBRID | _QWEN_MOE | dict(intermediate_size=128)),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", _HYBRID | dict(intermediate_size=128)),
     "deepseek_v4": ("DeepseekV4ForCausalLM", "DeepseekV4Config", _V4),
     "bert": ("BertModel", "BertConfig", dict(intermediate_size=64, num_hidden_layers=2)),
     "modernbert": (

@@ -1,5 +1,5 @@
-"""Gated DeltaNet layers of the Qwen hybrids: prompts on gated_delta_rule, decode steps on gated_delta_step, and the
-convolution ahead of both on causal_conv1d.
+"""Gated DeltaNet layers of the Qwen hybrids and of Olmo-Hybrid: prompts on gated_delta_rule, decode steps on
+gated_delta_step, and the convolution ahead of both on causal_conv1d.
 
 transformers keeps the state of a layer as (B, Hv, K, V), the ops as (B, Hv, V, K): behind a prompt the cache's tensor
 is a view of one that lies as the ops want it. They change it in place, where transformers makes a new one and copies
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
@@ -31,6 +32,7 @@ class _GatedDeltaNet:
     """forward for a class that is a convolution, the gated delta rule and a gated norm."""
 
     attnkit_module: Any  # where the class and the functions that it calls are defined
+    attnkit_norm, attnkit_out = "norm", "out_proj"  # names of the modules behind the rule
 
     def forward(
         self: Any, hidden_states: torch.Tensor, cache_params: Any = None, attention_mask: torch.Tensor | None = None,
@@ -58,8 +60,8 @@ class _GatedDeltaNet:
             rows = self._attnkit_step(heads, a, b, kept[1], slots)
         else:
             rows = self._attnkit_prompt(heads, a, b, kept[1], cache_params, (offsets, slots))
-        normed = self.norm(rows.flatten(0, -2), z.reshape(-1, self.head_v_dim))
-        return self.out_proj(normed.view(batch, length, -1))
+        normed = getattr(self, self.attnkit_norm)(rows.flatten(0, -2), z.reshape(-1, self.head_v_dim))
+        return getattr(self, self.attnkit_out)(normed.view(batch, length, -1))
 
     def _attnkit_convolution(self: Any, qkv: torch.Tensor, cache: Any, state: torch.Tensor | None) -> torch.Tensor:
         """q, k and v of all tokens (B, T, channels) behind the convolution; ``state`` is that of a step."""
@@ -103,7 +105,10 @@ class _GatedDeltaNet:
     ) -> torch.Tensor:
         shared = state.mT.is_contiguous()
         pool = state.mT if shared else state.mT.contiguous()  # (B, Hv, V, K)
-        rows = torch.ops.attnkit.gated_delta_step(*heads, a, b, self.A_log, self.dt_bias, pool, slots[:, None])
+        gates = a, b, self.A_log, self.dt_bias
+        rows = torch.ops.attnkit.gated_delta_step(
+            *heads, *gates, pool, slots[:, None], beta_scale=self._attnkit_beta_scale
+        )
         if not shared:
             state.copy_(pool.mT)
         return rows
@@ -120,11 +125,16 @@ class _GatedDeltaNet:
         else:
             pool = state.mT if shared else state.mT.contiguous()
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        packed = [t.flatten(0, 1) for t in (*heads, g, b.sigmoid())]
+        packed = [t.flatten(0, 1) for t in (*heads, g, self._attnkit_beta_scale * b.sigmoid())]
         rows = torch.ops.attnkit.gated_delta_rule(*packed, pool, *spans)
         if cache is not None and not shared:
             cache.update_recurrent_state(pool.mT, self.layer_idx)
         return rows
+
+    @property
+    def _attnkit_beta_scale(self: Any) -> float:
+        """2 where eigenvalues may be negative."""
+        return 2.0 if getattr(self, "allow_neg_eigval", False) else 1.0
 
     def _attnkit_states(self: Any, cache: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of the convolution and of the rule, as they are before these tokens; None where there are none."""
@@ -203,7 +213,17 @@ class AttnkitQwen35MoeGatedDeltaNet(_Apart, modeling_qwen3_5_moe.Qwen3_5MoeGated
     attnkit_module = modeling_qwen3_5_moe
 
 
+class AttnkitOlmoHybridGatedDeltaNet(_GatedDeltaNet, modeling_olmo_hybrid.OlmoHybridGatedDeltaNet):
+    attnkit_module = modeling_olmo_hybrid
+    attnkit_norm, attnkit_out = "o_norm", "o_proj"
+
+    def _attnkit_projections(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qkv = torch.cat([project(x) for project in (self.q_proj, self.k_proj, self.v_proj)], 2)
+        return qkv, self.g_proj(x), self.b_proj(x), self.a_proj(x)
+
+
 SWAPS: dict[type, type] = {
+    modeling_olmo_hybrid.OlmoHybridGatedDeltaNet: AttnkitOlmoHybridGatedDeltaNet,
     modeling_qwen3_next.Qwen3NextGatedDeltaNet: AttnkitQwen3NextGatedDeltaNet,
     modeling_qwen3_5.Qwen3_5GatedDeltaNet: AttnkitQwen35GatedDeltaNet,
     modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet: AttnkitQwen35MoeGatedDeltaNet,

@@ -1,4 +1,4 @@
-"""Gated RMS norms of the Qwen hybrids on gated_rmsnorm.
+"""Gated RMS norms of the Qwen hybrids and of Olmo-Hybrid on gated_rmsnorm.
 
 The op rounds once, at the store. The replaced forward also rounds the normalised value and its product with the
 weight to the model dtype, so in bfloat16 the two differ, the op being the closer to exact arithmetic.
@@ -7,6 +7,7 @@ weight to the model dtype, so in bfloat16 the two differ, the op being the close
 from __future__ import annotations
 
 import torch
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -43,7 +44,12 @@ class AttnkitQwen3NextRMSNormGated(_GatedRMSNorm, Qwen3NextRMSNormGated):
     pass
 
 
+class AttnkitOlmoHybridRMSNormGated(_GatedRMSNorm, OlmoHybridRMSNormGated):
+    pass
+
+
 SWAPS: dict[type, type] = {
+    OlmoHybridRMSNormGated: AttnkitOlmoHybridRMSNormGated,
     Qwen3_5RMSNormGated: AttnkitQwen35RMSNormGated,
     Qwen3_5MoeRMSNormGated: AttnkitQwen35MoeRMSNormGated,
     Qwen3NextRMSNormGated: AttnkitQwen3NextRMSNormGated,
