@@ -92,7 +92,7 @@ def test_tiles_of_the_fp4_batched_gemm_fit():
         problem = Fp4Problem(torch.device("cpu"), format, "linear", (False, False), torch.bfloat16, *sizes, *steps)
         config = batched.configure_fp4(problem, arch)
         assert config.stages * config.stage_bytes + 1024 <= LIMITS[arch].shared and config.stages >= 3
-        assert config.rows <= config.threads  # each has a row's scales
+        assert config.stage_rows <= config.threads  # each has a row's scales
 
 
 def experts(count: int) -> Iterator[Experts]:

@@ -1,8 +1,8 @@
 """Batched GEMM of FP4 by ``mma.sync``, for any rows: a CTA has tokens x n outputs of a group.
 
-    ring of cp.async   packed rows of x and of the weights, FP4_K_TILE elements a stage, and their scales: a commit
+    ring of cp.async   packed rows of x and of the weights, K_TILE elements a stage, and their scales: a commit
                        group a stage, waited for by cp.async.wait_group and one CTA barrier
-    mainloop           sm80/mainloop_dequant.py or sm120/mainloop_block_scaled.py -> float32 sums
+    mainloop           sm80/mainloop_dequant.py or grouped_gemm/sm120/mainloop.py -> float32 sums
     epilogue           sums / global scales -> rounded -> out
 
 A row of a stage is 64 bytes: chunks of 16 change their places with every second row, so that eight rows lie in
@@ -21,13 +21,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import fake, fp4
 from torch_attnkit.cuda import warp_ops as op
 
+from ..grouped_gemm.sm120.config import K_TILE, ROW_BYTES
+from ..grouped_gemm.sm120.mainloop import BlockScaledMainloop
 from .kernel import MmaGemm
-from .plan import FP4_K_TILE, FP4_ROW, Fp4Config
+from .plan import Fp4Config
 from .sm80.mainloop_dequant import DequantMainloop
-from .sm120.mainloop_block_scaled import BlockScaledMainloop
 
 _CHUNK = 16  # bytes that a thread copies at once
-_LANES = FP4_ROW // _CHUNK  # threads that copy a row
+_LANES = ROW_BYTES // _CHUNK  # threads that copy a row
 
 
 class Coded(NamedTuple):
@@ -78,7 +79,7 @@ class Fp4Gemm:
         first_t, first_n = t_block * c.tokens, n_block * c.n
         ring = cutlass.memory.SmemAllocator().allocate(c.stages * c.stage_bytes, 1024).toint()
         row_bytes = Int32(x.packed.shape[2])
-        count = (row_bytes + (FP4_ROW - 1)) // FP4_ROW
+        count = (row_bytes + (ROW_BYTES - 1)) // ROW_BYTES
         codes = self.code_sources(x, weight, group, first_t, first_n)
         scales = self.scale_source(x, weight, group, first_t, first_n)
         for s in cutlass.range(stages - 1, unroll=1):
@@ -106,13 +107,13 @@ class Fp4Gemm:
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
         step, found = const_expr(c.threads // _LANES), []
-        for i in cutlass.range_constexpr(-(-c.rows // step)):
+        for i in cutlass.range_constexpr(-(-c.stage_rows // step)):
             row = tid // _LANES + i * step
             of_x, at_x = self._row(x.packed, group, first_t + row)
             of_weight, at_weight = self._row(weight.packed, group, first_n + row - c.tokens)
-            inside = cutlass.select_(row < c.tokens, of_x, of_weight & (row < c.rows))
+            inside = cutlass.select_(row < c.tokens, of_x, of_weight & (row < c.stage_rows))
             at = Int64(cutlass.select_(row < c.tokens, at_x, at_weight)) + tid % _LANES * _CHUNK
-            offset = row * FP4_ROW + ((tid ^ (row >> 1)) % _LANES) * _CHUNK
+            offset = row * ROW_BYTES + ((tid ^ (row >> 1)) % _LANES) * _CHUNK
             found.append(Source(at, offset, Int32(cutlass.select_(inside, Int32(_CHUNK), Int32(0)))))
         return found
 
@@ -129,11 +130,11 @@ class Fp4Gemm:
         row, _, _ = cute.arch.thread_idx()
         of_x, at_x = self._scales(x, group, first_t + row)
         of_weight, at_weight = self._scales(weight, group, first_n + row - c.tokens)
-        inside = cutlass.select_(row < c.tokens, of_x, of_weight & (row < c.rows))
-        blocks = Int32(x.packed.shape[2]) * 2 // (FP4_K_TILE // c.scale_bytes)
+        inside = cutlass.select_(row < c.tokens, of_x, of_weight & (row < c.stage_rows))
+        blocks = Int32(x.packed.shape[2]) * 2 // (K_TILE // c.scale_bytes)
         return Source(
             Int64(cutlass.select_(row < c.tokens, at_x, at_weight)),
-            c.rows * FP4_ROW + row * c.scale_bytes,
+            c.scales_at + row * c.scale_bytes,
             Int32(cutlass.select_(inside, blocks, Int32(0))),
         )
 
@@ -153,16 +154,16 @@ class Fp4Gemm:
         """Start the copies of K tile ``tile``."""
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
-        step, k = const_expr(c.threads // _LANES), tile * FP4_ROW
+        step, k = const_expr(c.threads // _LANES), tile * ROW_BYTES
         left = row_bytes - k - tid % _LANES * _CHUNK
         for i in cutlass.range_constexpr(len(codes)):
             source = codes[i]
             at, valid = self._part(source, k, source.valid, left, _CHUNK)
-            if const_expr((i + 1) * step <= c.rows):
+            if const_expr((i + 1) * step <= c.stage_rows):
                 op.copy_16_async(stage + source.offset, at, valid)
-            elif tid // _LANES + i * step < c.rows:
+            elif tid // _LANES + i * step < c.stage_rows:
                 op.copy_16_async(stage + source.offset, at, valid)
-        if tid < c.rows:
+        if tid < c.stage_rows:
             words, apart = const_expr(c.scale_bytes // 4), const_expr(512 if self.swizzled else 4)
             for i in cutlass.range_constexpr(words):
                 word = tile * words + i

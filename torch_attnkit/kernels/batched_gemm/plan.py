@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..grouped_gemm.problem import BLOCK
+from ..grouped_gemm.sm120.config import K_TILE as FP4_K_TILE
+from ..grouped_gemm.sm120.config import ROW_BYTES
 from .problem import Fp4Problem
 
 K_TILE = 64  # elements of a row in one stage: 128 bytes
 CHUNK = 8  # elements of 16 bytes, what a thread copies at once
-FP4_K_TILE = 128  # elements of a row in one stage
-FP4_ROW = FP4_K_TILE // 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Fp4Config(Config):
     whole: bool
 
     @property
-    def rows(self) -> int:
-        """Of both operands."""
+    def stage_rows(self) -> int:
+        """Of both operands: tokens, then weights."""
         return self.tokens + self.n
 
     @property
@@ -64,8 +64,13 @@ class Fp4Config(Config):
         return FP4_K_TILE // BLOCK[self.format]
 
     @property
+    def scales_at(self) -> int:
+        """Where scales begin in a stage, behind all codes."""
+        return self.stage_rows * ROW_BYTES
+
+    @property
     def stage_bytes(self) -> int:
-        return self.rows * (FP4_ROW + self.scale_bytes)
+        return self.scales_at + self.stage_rows * self.scale_bytes
 
 
 def configure_fp4(problem: Fp4Problem, arch: str) -> Fp4Config:

@@ -19,6 +19,7 @@ from .problem import CONTIGUOUS, LINEAR, PADDED, Operands, Problem, Weights
 from .sm90 import plan as hopper
 from .sm90.config import SHARED, SHARED_SMALL
 from .sm100 import plan as blackwell
+from .sm120 import plan as geforce
 
 _WITH_BULK_COPIES = "sm90", "sm120"  # by ``mma.sync``: the same kernel
 _AMPERE = partial(hopper.by_mma, shared=SHARED_SMALL, bulk=False)
@@ -27,7 +28,7 @@ _PLANS: dict[str, Callable[[Problem, int], Any]] = {
     "sm89": _AMPERE,
     "sm90": hopper.plan,
     "sm100": blackwell.plan,
-    "sm120": partial(hopper.by_mma, shared=SHARED_SMALL),
+    "sm120": geforce.plan,
 }
 
 
@@ -42,12 +43,15 @@ def launcher(problem: Problem, target: Target) -> Callable[[Operands], None]:
 
     def compiled(vectors: tuple[int, int]) -> Callable[..., None]:
         kernel: compile.Trace = trace
-        special: dict[str, Any] = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
-        if target.arch in _WITH_BULK_COPIES:
-            special["one_launch"] = plan.one_launch
-        if plan.token_widths:
+        if target.arch == "sm120" and isinstance(plan, blackwell.Plan):
+            kernel, special = trace_block_scaled, dict[str, Any](columns=plan.columns[0])
+        elif plan.token_widths:
             kernel = trace_wgmma
             special = dict(token_widths=plan.token_widths, group=plan.group, warps=plan.row_warps)
+        else:
+            special = dict(columns=plan.columns, row_warps=plan.row_warps, by_warp=plan.by_warp)
+            if target.arch in _WITH_BULK_COPIES:
+                special["one_launch"] = plan.one_launch
         return compile.launcher(
             target, p.device, kernel, dtype=short(p.dtype), index_dtype=short(p.index_dtype),
             format=p.format, activations=p.activations, experts=plan.experts, scale_vectors=vectors,
@@ -150,3 +154,10 @@ def trace_wgmma(arch: str, **signature: Any) -> compile.Traced:
     from .sm90 import kernel_wgmma
 
     return kernel_wgmma.trace(arch, **signature)
+
+
+def trace_block_scaled(arch: str, **signature: Any) -> compile.Traced:
+    """Many tokens an expert on sm120, activations in the format of the weights."""
+    from .sm120 import kernel
+
+    return kernel.trace(arch, **signature)

@@ -20,8 +20,10 @@ from torch_attnkit.cuda import warp_ops as op
 from torch_attnkit.cuda.asm import asm
 from torch_attnkit.cuda.fp4_weights import LOWERED, both, both_of_two, decode, factors_of_e4m3, factors_of_e8m0
 
+from ...grouped_gemm.sm120.config import ROW_BYTES
+from ...grouped_gemm.sm120.mainloop import first_rows
 from ...grouped_gemm.weight_scales import load_words
-from ..plan import FP4_ROW, Fp4Config
+from ..plan import Fp4Config
 
 _TWO_TO_126 = 0x7E807E80  # in bf16, twice: by which codes become their values
 _MINUS_ZERO = 0x80008000
@@ -42,16 +44,6 @@ class Offsets(NamedTuple):
     w_scales: Int32
 
 
-def first_rows(c: Fp4Config) -> tuple[Int32, Int32]:
-    """Of a warp: of x and of the weights, which follow in a stage."""
-    warp = cute.arch.warp_idx()
-    along_tokens = c.warps[0].bit_length() - 1  # a power of two
-    return (
-        (warp & (c.warps[0] - 1)) * (c.tokens // c.warps[0]),
-        c.tokens + (warp >> along_tokens) * (c.n // c.warps[1]),
-    )
-
-
 class DequantMainloop:
     def __init__(self, config: Fp4Config):
         self.c = config
@@ -66,17 +58,17 @@ class DequantMainloop:
         row, quarter = lane >> 2, lane & 3
         x_row, w_row = (first + row for first in first_rows(c))
         chunk = (quarter ^ ((row >> 1) & 3)) * 16
-        scales = c.rows * FP4_ROW + quarter * self._scale_kind.width // 8
+        scales = c.scales_at + quarter * self._scale_kind.width // 8
         return Offsets(
-            x_row * FP4_ROW + chunk, w_row * FP4_ROW + chunk, scales + x_row * c.scale_bytes,
+            x_row * ROW_BYTES + chunk, w_row * ROW_BYTES + chunk, scales + x_row * c.scale_bytes,
             scales + w_row * c.scale_bytes,
         )  # fmt: skip
 
     @cute.jit
     def multiply(self, rSum: cute.Tensor, stage: Int32, own: Offsets):
         """Add this warp's part of the products of a stage."""
-        x = [load_words(stage + own.x + 8 * i * FP4_ROW, 4) for i in range(2 * self.m_tiles)]
-        w = [load_words(stage + own.w + 8 * i * FP4_ROW, 4) for i in range(self.n_tiles)]
+        x = [load_words(stage + own.x + 8 * i * ROW_BYTES, 4) for i in range(2 * self.m_tiles)]
+        w = [load_words(stage + own.w + 8 * i * ROW_BYTES, 4) for i in range(self.n_tiles)]
         x_factors = [self._x_factors(self._scales(stage + own.x_scales, i)) for i in range(2 * self.m_tiles)]
         w_factors = [self._factors(self._scales(stage + own.w_scales, i)) for i in range(self.n_tiles)]
         for word in cutlass.range_constexpr(4):

@@ -57,7 +57,12 @@ class _SortAndWrite:
 
 
 class SortAndQuantize(_SortAndWrite):
-    """Block-scaled rows, as ``QuantizedRow`` has them."""
+    """Block-scaled rows, as ``QuantizedRow`` has them. ``even_first``: of every 32 elements those at even places come
+    before the others."""
+
+    def __init__(self, activations: str, experts: int, result_rows: int, tokens: int, even_first: bool = False):
+        super().__init__(activations, experts, result_rows, tokens)
+        self.even_first = even_first
 
     @cute.jit
     def write(self, tensors: Tensors, x: cute.Tensor, scalars: Scalars, sFirst: cute.Tensor):
@@ -74,7 +79,8 @@ class SortAndQuantize(_SortAndWrite):
             if column < columns:
                 self.load(tensors, token, column, rV)
             rX = rV.load().to(Float32)
-            result = quantize(self.activations, [rX[i] for i in range(_UNIT)], global_scale)
+            order = [*range(0, _UNIT, 2), *range(1, _UNIT, 2)] if self.even_first else range(_UNIT)
+            result = quantize(self.activations, [rX[i] for i in order], global_scale)
             dest = self._store(tensors, x, result, token, column, nbytes, sFirst)
             if (dest < 0) & (column < columns):
                 self.tags.clear(tensors, token, column, _UNIT)

@@ -1,1 +1,0 @@
-"""Batched GEMM of FP4 by block-scaled ``mma.sync``."""
