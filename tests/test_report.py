@@ -16,7 +16,7 @@ from torch_attnkit.oracle.rules import SAME_DIM
 from torch_attnkit.parity import evidence
 
 Sizes = frozenset[tuple[str, str]]  # one size for each axis that a row names
-Fact = tuple[str, str, str, frozenset[str], frozenset[str], str, Sizes]
+Fact = tuple[str, str, str, frozenset[str], frozenset[str], frozenset[str], Sizes]
 
 
 def each_size(text: str) -> Iterator[Sizes]:
@@ -60,9 +60,12 @@ def read(lines: list[str]) -> Iterator[Fact]:
             named = [] if stated == "none" else stated.split(", ")
             taken = {f for f in features if f not in without} if stated.startswith("all") else set(named)
             asked = {needs[letter] for letter in row.get("also needs", "-").split() if letter != "-"}
-            for target, sizes in itertools.product(row["target"].split(", "), each_size(row["sizes"])):
+            targets, words = row["target"].split(", "), row["evidence"].split("; ")
+            common = {word for word in words if word.split(" ")[0] not in targets}
+            for target, sizes in itertools.product(targets, each_size(row["sizes"])):
+                own = {word.removeprefix(f"{target} ") for word in words if word.startswith(f"{target} ")}
                 yield (target, row["file"], row["dtypes"], frozenset(taken), frozenset(asked),
-                       row["evidence"], sizes)  # fmt: skip
+                       frozenset(common | own), sizes)  # fmt: skip
 
 
 def of(row: Kernel, arch: str, file: str, seen: tuple[str, ...]) -> Iterator[Fact]:
@@ -71,7 +74,7 @@ def of(row: Kernel, arch: str, file: str, seen: tuple[str, ...]) -> Iterator[Fac
         for chosen in itertools.product(*([(axis, str(n)) for n in values] for axis, values in one.dims.items())):
             features, needs = frozenset(one.features.split()), frozenset(one.needs)
             dtypes = one.dtypes.replace(" ", ", ")
-            yield (arch, file, dtypes, features, needs, "; ".join(seen) or "not yet", frozenset(chosen))
+            yield (arch, file, dtypes, features, needs, frozenset(seen or ("not yet",)), frozenset(chosen))
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +153,10 @@ def test_sizes_with_other_evidence_have_a_line_of_their_own():
 def test_targets_share_a_line_where_nothing_else_differs():
     rows = [Kernel("sm80 sm89 sm120", "bf16", {"N": (16,)}), Kernel("sm90", "bf16", {"N": (16,)})]
     op = Op("toy(Tensor x) -> Tensor out", {}, tuple(rows))
-    seen = {"sm89": ("simulator",)}
+    seen = {"sm80": ("sim",), "sm89": ("sim",), "sm90": ("on H", "sim")}
     given = [(row, arch, "a.py", seen.get(arch, ())) for row in rows for arch in row.archs]
     lines = "\n".join(report.section(op, report.joined(given))).split("\n")
     assert [line for line in lines if line.startswith("| sm")] == [
-        "| sm80, sm120 | bf16 | N 16 | a.py | not yet |",
-        "| sm89 | bf16 | N 16 | a.py | simulator |",
-        "| sm90 | bf16 | N 16 | a.py | not yet |",
+        "| sm80, sm89, sm90, sm120 | bf16 | N 16 | a.py | sm80 sim; sm89 sim; sm90 on H; sm90 sim; sm120 not yet |",
     ]
     assert set(read(lines)) == {fact for one in given for fact in of(*one)}

@@ -41,21 +41,28 @@ Where kernels of each op have been seen right; `reference`: there is none for a 
 _KERNELS = """
 ## Kernels
 
-Rows of an op that differ in target or sizes alone, with the same evidence, share a line with the sizes of each;
-(D, Dv) (192, 128), (576, 512) are two. *Features* are those of the op that the kernels take. *Also needs* names further
-conditions by their letters. Files are in `torch_attnkit/kernels` or, those without a folder, in `torch_attnkit/ops`,
-in the op's own. Schemas, arguments and limits in words are in `docs/ops`.
+Rows of an op that differ in target or sizes alone share a line with the sizes of each; (D, Dv) (192, 128), (576, 512)
+are two. Evidence behind a target's name is that target's alone. *Features* are those of the op that the kernels take.
+*Also needs* names further conditions by their letters. Files are in `torch_attnkit/kernels` or, those without a folder,
+in `torch_attnkit/ops`, in the op's own. Schemas, arguments and limits in words are in `docs/ops`.
 """
 
 
 @dataclass(frozen=True)
 class Line:
-    """Rows of one op that differ in nothing but their sizes; targets have the same."""
+    """Rows of one op that differ in nothing but their sizes; targets have the same, each with evidence of its own."""
 
-    archs: tuple[str, ...]
+    seen: dict[str, tuple[str, ...]]  # by target
     file: str
     rows: tuple[Kernel, ...]
-    evidence: tuple[str, ...]
+
+    @property
+    def evidence(self) -> str:
+        """What all targets have, then what one has besides."""
+        each = {arch: seen or ("not yet",) for arch, seen in self.seen.items()}
+        common = [word for word in next(iter(each.values())) if all(word in seen for seen in each.values())]
+        own = [f"{arch} {word}" for arch, seen in each.items() for word in seen if word not in common]
+        return "; ".join(common + own)
 
 
 def stated(seen: list[evidence.Seen]) -> tuple[str, ...]:
@@ -91,21 +98,22 @@ def expanded(row: Kernel) -> list[Kernel]:
 
 
 def joined(rows: Iterable[tuple[Kernel, str, str, tuple[str, ...]]]) -> list[Line]:
-    """An op's rows, each with its target, file and evidence, by target: what differs in sizes or target alone is one
-    line."""
+    """An op's rows, each with its target, file and evidence, by target: what differs in sizes, target or a target's
+    evidence alone is one line."""
     alike: dict[tuple[object, ...], Line] = {}
     known: dict[int, list[Kernel]] = {}  # by identity: several targets have the same row
     for row, arch, file, seen in rows:
         for one in known.setdefault(id(row), expanded(row)):
             key = (arch, file, seen, one.dtypes, tuple(one.dims), one.features, tuple(one.needs))
-            line = alike.get(key, Line((arch,), file, (), seen))
+            line = alike.get(key, Line({arch: seen}, file, ()))
             alike[key] = replace(line, rows=(*line.rows, one))
     of_targets: dict[tuple[object, ...], Line] = {}
     order = list(ARCHS)
-    for line in sorted(alike.values(), key=lambda found: order.index(found.archs[0])):
-        alike_rows = (line.file, line.evidence, tuple(map(id, line.rows)))
-        same = of_targets.get(alike_rows, replace(line, archs=()))
-        of_targets[alike_rows] = replace(same, archs=(*same.archs, *line.archs))
+    for line in sorted(alike.values(), key=lambda found: order.index(next(iter(found.seen)))):
+        each = (tuple((axis, *sizes) for axis, sizes in row.dims.items()) for row in line.rows)
+        alike_rows = (line.file, line.rows[0].dtypes, line.rows[0].features, tuple(line.rows[0].needs), *each)
+        same = of_targets.get(alike_rows, line)
+        of_targets[alike_rows] = replace(same, seen=same.seen | line.seen)
     return list(of_targets.values())
 
 
@@ -125,10 +133,10 @@ def section(op: Op, lines: list[Line]) -> Iterator[str]:
     yield "|-" * (len(columns) + 2) + "|"
     for line in lines:
         row = line.rows[0]
-        cells = [", ".join(line.archs), row.dtypes.replace(" ", ", "), sizes(line.rows).removesuffix(" sizes")]
+        cells = [", ".join(line.seen), row.dtypes.replace(" ", ", "), sizes(line.rows).removesuffix(" sizes")]
         cells += [_features(op, row)] if differ else []
         cells += [" ".join(letters[need] for need in row.needs) or "-"] if needs else []
-        yield f"| {' | '.join([*cells, line.file, '; '.join(line.evidence) or 'not yet'])} |"
+        yield f"| {' | '.join([*cells, line.file, line.evidence])} |"
 
 
 def _features(op: Op, row: Kernel) -> str:
