@@ -60,6 +60,7 @@ CALLS: dict[str, list[tuple[dict[str, int], str]]] = {
     "causal_conv1d": [(dict(lengths=(3, 5), C=16, W=4, Ws=3), "bias")],
     "gated_delta_rule": [(dict(lengths=(3, 5), Hk=2, Hv=4, K=32, V=16, decay=1), "")],
     "gated_delta_step": [(dict(B=2, n=2, Hk=2, Hv=4, K=32, V=16, decay=1), "")],
+    "kimi_delta_step": [(dict(B=2, n=2, H=4, K=32, V=16, decay=1), "")],
     "inverse_rope_fp4": [(dict(Tq=8, Hq=8, D=96, R2=16, groups=1, blk=16), "global_scale")],
     "kv_cache_gather": [(dict(R=8, D=33, Nc=20, rope=0, fmt=0, long=1), "")],
     "kv_cache_write": [(dict(R=8, D=33, Nc=20, rope=0, fmt=0, long=1), "")],

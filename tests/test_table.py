@@ -19,7 +19,7 @@ DESIGNED = """
     mxfp4_dequantize fp4_moe inverse_rope_fp4 grouped_output_projection kv_cache_write kv_cache_gather indexer_scores
     indexer_topk indexer_select sparse_fmha_inverse_rope_fp4 gated_rmsnorm_backward flash_attention_paged
     rope_kv_cache_write paged_kv_cache_write rope_kv_cache_append linear_decode
-    causal_conv1d gated_delta_rule gated_delta_step
+    causal_conv1d gated_delta_rule gated_delta_step kimi_delta_step
 """.split()
 
 

@@ -330,7 +330,7 @@ def test_what_frameworks_have_is_taken():
             assert spec.spread == (name in ("q_scale", "k_scale", "v_scale", "w13_global", "w2_global")) or (
                 op.name.startswith("indexer")  # a scale a row
             )
-    assert len(TAKEN) == 18
+    assert len(TAKEN) == 19
 
 
 @pytest.mark.parametrize("op", TAKEN, ids=lambda op: op.name)

@@ -94,6 +94,20 @@ CASES = {
             ints(0, 1)[None],
         ),
     ),
+    "kimi_delta_step": Case(
+        "kimi_delta_step",
+        range(1),
+        lambda: (
+            *2 * [normal(1, 2, 2, 64)],
+            normal(1, 2, 2, 64),
+            normal(1, 2, 2, 64),
+            normal(1, 2, 2),
+            normal(2),
+            normal(2, 64),
+            normal(2, 2, 64, 64),
+            ints(0, 1)[None],
+        ),
+    ),
     "merge_partials": Case("merge_partials", range(0), lambda: (normal(3, 2, 4, 64), normal(3, 2, 4))),
     "sdpa_decode": Case("sdpa_decode", range(3), lambda: (normal(1, 4, 64), *2 * [normal(1, 1, 200, 64)], ints(200))),
     "sdpa_decode_paged": Case(

@@ -270,6 +270,7 @@ MASKED: dict[str, Callable[[Args], Masks]] = {
     "causal_conv1d": _packed_slots,
     "gated_delta_rule": _packed_slots,
     "gated_delta_step": _slots,
+    "kimi_delta_step": _slots,
 }
 ALL = {
     "gated_rmsnorm", "gated_rmsnorm_backward", "inverse_rope_fp4", "mxfp4_quantize", "nvfp4_quantize", "route_softmax",

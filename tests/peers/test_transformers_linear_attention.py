@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +169,43 @@ def test_restoring_brings_the_layers_back():
     with torch_attnkit.record() as recorded:
         generated(frozen(model), tokens(1, 5))
     assert steps(recorded) == 0 and not modules(model, "Attnkit")
+
+
+@pytest.mark.parametrize("how", ["greedy", "padded", "beams"])
+def test_tokens_of_kimi_linear_are_those_of_transformers(how):
+    theirs, ours = pair("kimi_linear")
+    ids = tokens(2, 7)
+    mask = torch.ones_like(ids)
+    if how == "padded":
+        mask[0, :3] = 0
+    kwargs = dict(attention_mask=mask, num_beams=3 if how == "beams" else 1)
+    with torch_attnkit.record() as recorded:
+        found = generated(ours, ids, **kwargs)
+    assert torch.equal(found, generated(theirs, ids, **kwargs))
+    assert steps(recorded, "kimi_delta_step") == 4 * (NEW - 1)
+
+
+@pytest.mark.simulator
+@pytest.mark.parametrize("bound", [-5.0, None])
+@pytest.mark.parametrize("target", ["cpu", "metal"])
+def test_a_step_of_a_layer_of_glm_5_is_that_of_transformers(target, bound):
+    needs("metal")
+    config = SimpleNamespace(
+        hidden_size=64, linear_num_heads=3, linear_head_dim=32, linear_conv_kernel_dim=4, hidden_act="silu",
+        rms_norm_eps=1e-6, layer_types=["linear_attention"], linear_lower_bound=bound,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = linear_attention.modeling_glm5_next.Glm5NextTextLinearAttention(config, 0)
+        torch.nn.init.normal_(theirs.forget_gate.dt_bias)
+        torch.nn.init.uniform_(theirs.forget_gate.A_log, -1, 2)
+        x = torch.randn(2, 6, 64)
+    ours = copy.deepcopy(theirs)
+    ours.__class__ = linear_attention.SWAPS[type(theirs)]
+    found = []
+    for layer, where in ((theirs, "cpu"), (ours, target)):
+        cache = DynamicCache(config=build("kimi_linear").config)
+        with torch.no_grad(), on(where), torch_attnkit.record() as recorded:
+            found.append(torch.cat([layer(part, cache_params=cache) for part in x.split([3, 1, 1, 1], 1)], 1))
+    assert steps(recorded, "kimi_delta_step") == 3
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()

@@ -77,8 +77,16 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
              cls_token_id=1, sep_token_id=2),
     ),
 }  # fmt: skip
-# Of which test_transformers_families.py has the attention, and whole models run in the simulators alone.
-SIMULATED = {"deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _V3)}
+_KIMI = dict(
+    intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=5, num_key_value_heads=4, num_local_experts=4,
+    num_experts_per_tok=2, n_shared_experts=1, kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+    linear_head_dim=32, linear_num_heads=3,
+)  # fmt: skip
+# Of which tests of their own have a part, and whole models run in the simulators alone.
+SIMULATED = {
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _V3),
+    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", _KIMI),
+}
 ENCODERS = ("bert", "modernbert")
 DECODERS = tuple(name for name in FAMILIES if name not in ENCODERS)
 

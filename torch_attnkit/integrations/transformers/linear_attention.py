@@ -1,5 +1,6 @@
 """Gated DeltaNet layers of the Qwen hybrids and of Olmo-Hybrid: prompts on gated_delta_rule, decode steps on
-gated_delta_step, and the convolution ahead of both on causal_conv1d.
+gated_delta_step, and the convolution ahead of both on causal_conv1d. Of Kimi Linear and GLM-5 decode steps alone, on
+kimi_delta_step.
 
 transformers keeps the state of a layer as (B, Hv, K, V), the ops as (B, Hv, V, K): behind a prompt the cache's tensor
 is a view of one that lies as the ops want it. They change it in place, where transformers makes a new one and copies
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.glm5_next import modeling_glm5_next
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -105,13 +108,16 @@ class _GatedDeltaNet:
     ) -> torch.Tensor:
         shared = state.mT.is_contiguous()
         pool = state.mT if shared else state.mT.contiguous()  # (B, Hv, V, K)
-        gates = a, b, self.A_log, self.dt_bias
-        rows = torch.ops.attnkit.gated_delta_step(
-            *heads, *gates, pool, slots[:, None], beta_scale=self._attnkit_beta_scale
-        )
+        rows: torch.Tensor = self._attnkit_op_step(heads, a, b, pool, slots[:, None])
         if not shared:
             state.copy_(pool.mT)
         return rows
+
+    def _attnkit_op_step(
+        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        gates = a, b, self.A_log, self.dt_bias
+        return torch.ops.attnkit.gated_delta_step(*heads, *gates, pool, slots, beta_scale=self._attnkit_beta_scale)
 
     def _attnkit_prompt(
         self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, state: torch.Tensor | None, cache: Any,
@@ -222,7 +228,51 @@ class AttnkitOlmoHybridGatedDeltaNet(_GatedDeltaNet, modeling_olmo_hybrid.OlmoHy
         return qkv, self.g_proj(x), self.b_proj(x), self.a_proj(x)
 
 
+class _KimiDelta(_GatedDeltaNet):
+    """A gate for each channel. Prompts are transformers' own: no op has them."""
+
+    attnkit_norm, attnkit_out = "o_norm", "o_proj"
+
+    @property
+    def head_v_dim(self: Any) -> int:
+        return int(self.head_dim)
+
+    def _attnkit_projections(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qkv = torch.cat([project(x) for project in (self.q_proj, self.k_proj, self.v_proj)], 2)
+        gate = self.forget_gate
+        return qkv, self.g_b_proj(self.g_a_proj(x)), self.b_proj(x), gate.f_b_proj(gate.f_a_proj(x))
+
+    def _attnkit_heads(self: Any, qkv: torch.Tensor) -> list[torch.Tensor]:
+        return [part.unflatten(2, (-1, self.head_dim)) for part in qkv.chunk(3, 2)]
+
+    def _attnkit_op_step(
+        self: Any, heads: list[torch.Tensor], a: torch.Tensor, b: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        gate, bound = self.forget_gate, getattr(self.forget_gate, "safe_gate_lower_bound", None)
+        gates = a.view(heads[1].shape), b, gate.A_log.flatten(), gate.dt_bias.view(heads[1].shape[2:])
+        return torch.ops.attnkit.kimi_delta_step(*heads, *gates, pool, slots, lower_bound=bound)
+
+    def _attnkit_runs(self: Any, *given: Any) -> bool:
+        return is_plain(self.forget_gate, *_GATES) and super()._attnkit_runs(*given)
+
+    def _attnkit_takes(self: Any, x: torch.Tensor, given: dict[str, Any]) -> bool:
+        return False
+
+
+_GATES = modeling_kimi_linear.KimiLinearForgetGate, modeling_glm5_next.Glm5NextTextForgetGate
+
+
+class AttnkitKimiLinearDeltaAttention(_KimiDelta, modeling_kimi_linear.KimiLinearDeltaAttention):
+    attnkit_module = modeling_kimi_linear
+
+
+class AttnkitGlm5NextTextLinearAttention(_KimiDelta, modeling_glm5_next.Glm5NextTextLinearAttention):
+    attnkit_module = modeling_glm5_next
+
+
 SWAPS: dict[type, type] = {
+    modeling_glm5_next.Glm5NextTextLinearAttention: AttnkitGlm5NextTextLinearAttention,
+    modeling_kimi_linear.KimiLinearDeltaAttention: AttnkitKimiLinearDeltaAttention,
     modeling_olmo_hybrid.OlmoHybridGatedDeltaNet: AttnkitOlmoHybridGatedDeltaNet,
     modeling_qwen3_next.Qwen3NextGatedDeltaNet: AttnkitQwen3NextGatedDeltaNet,
     modeling_qwen3_5.Qwen3_5GatedDeltaNet: AttnkitQwen35GatedDeltaNet,

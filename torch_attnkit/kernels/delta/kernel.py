@@ -1,4 +1,4 @@
-"""Device side of gated_delta_step: a few tokens of each sequence through the gated delta rule, one launch.
+"""Device side of gated_delta_step and kimi_delta_step: a few tokens of each sequence, one launch.
 
     CTA (16 rows, head, sequence)   4 warps, 8 lanes a row: the row of the state in registers, float32
     a token                         g, beta, |q|, |k| by every row's lanes -> S <- e^g S + k' u -> o = S q'
@@ -6,6 +6,9 @@
 Rows of the state are those of V; a row meets no other, so nothing goes through shared memory and nobody waits. A lane
 has four neighbouring columns of every 32: rows are read and written once, 128 bytes at a time, whatever the number of
 tokens. What bounds it is memory: a token of a head of 128 x 128 moves 131 KB and takes 0.12 MFLOP.
+
+Where each channel has a gate, a CTA works out those of all tokens first, a thread every so many-th, and keeps e^g in
+shared memory: a lane would have as many of them as it has numbers of its row.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from torch_attnkit.cuda import copies, fake, pdl
 from torch_attnkit.cuda.log1p import log1p_ratio
 from torch_attnkit.cuda.warp_ops import LN_2, LOG2_E, exp2, fma
 
-from .launch import LANES, VECTOR
+from .launch import LANES
+from .problem import VECTOR
 
 _WARPS = 4
 _ROWS = _WARPS * 32 // LANES  # of a CTA
@@ -55,6 +59,8 @@ def _row_sum(x: Float32) -> Float32:
 
 class _Step:
     """``aligned``: whether vectors of the state are."""
+
+    channels = False
 
     def __init__(self, dims: tuple[int, int], tokens: int, normalized: bool, aligned: bool):
         self.dims, self.tokens, self.normalized, self.aligned = dims, tokens, normalized, aligned
@@ -108,6 +114,7 @@ class _Step:
         valid = row < V
         held = cutlass.select_(valid, row, Int32(0))
         at = Int64(head) * state.stride[1] + Int64(held) * state.stride[2] + lane * VECTOR
+        sDecay = self.decays(gates, b, head, thread, numbers)
         rS = copies.fragments(self.vectors, VECTOR, Float32)
         for i in cutlass.range_constexpr(self.vectors):
             rS[i].fill(0.0)
@@ -122,9 +129,13 @@ class _Step:
                 by_q *= cute.math.rsqrt(norm_q + eps, fastmath=True)
                 by_k = cute.math.rsqrt(norm_k + eps, fastmath=True)
             mA, mB, mDecay, mBias = gates
-            x = Float32(mA[b, t, head]) + Float32(mBias[head])
-            decay = _exp(-_exp(Float32(mDecay[head])) * _softplus(x))
-            beta = Float32(beta_scale) * cute.arch.rcp_approx(Float32(1.0) + _exp(-Float32(mB[b, t, head])))
+            decay = Float32(1.0)
+            if const_expr(self.channels):
+                self.decay_row(rS, sDecay, t, lane)
+            else:
+                x = Float32(mA[b, t, head]) + Float32(mBias[head])
+                decay = _exp(-_exp(Float32(mDecay[head])) * _softplus(x))
+            beta = self.beta(Float32(mB[b, t, head]), beta_scale)
             found = Float32(0.0)
             for i in cutlass.range_constexpr(self.vectors):
                 for j in cutlass.range_constexpr(VECTOR):
@@ -143,6 +154,15 @@ class _Step:
             if valid & here & (to >= 0) & (to < slots):
                 for i in cutlass.range_constexpr(self.vectors):
                     self.store_state(rS[i], state.iterator + (Int64(to) * state.stride[0] + at + i * LANES * VECTOR))
+
+    def decays(self, gates: tuple, b: Int32, head: Int32, thread: Int32, scalars: tuple) -> Any:
+        """Of gates of channels: e^g of all tokens of the head."""
+
+    def decay_row(self, rS: list[cute.Tensor], sDecay: Any, t: int, lane: Int32) -> None:
+        """By gates of channels."""
+
+    def beta(self, b: Float32, beta_scale: Any) -> Float32:
+        return Float32(beta_scale) * cute.arch.rcp_approx(Float32(1.0) + _exp(-b))
 
     def load_state(self, fragment: cute.Tensor, source: Any) -> None:
         if self.aligned:
@@ -174,14 +194,59 @@ class _Step:
         return rX, _row_sum(square)
 
 
+class _ChannelStep(_Step):
+    """Each channel has a gate. ``bounded``: g is ``lower_bound`` times a sigmoid, which is the last of the scalars."""
+
+    channels = True
+
+    def __init__(self, bounded: bool, *given: Any):
+        super().__init__(*given)
+        self.bounded = bounded
+
+    @cute.jit
+    def decays(self, gates: tuple, b: Int32, head: Int32, thread: Int32, scalars: tuple):
+        K, n = const_expr(self.dims[0]), const_expr(self.tokens)
+        mA, _, mDecay, mBias = gates
+        sDecay = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(n * K), 16)
+        rate = _exp(Float32(mDecay[head]))
+        for first in cutlass.range_constexpr(0, n * K, 32 * _WARPS):
+            i = first + thread
+            if const_expr(first + 32 * _WARPS <= n * K):
+                sDecay[i] = self.decay(Float32(mA[b, i // K, head, i % K]) + Float32(mBias[head, i % K]), rate, scalars)
+            elif i < n * K:
+                sDecay[i] = self.decay(Float32(mA[b, i // K, head, i % K]) + Float32(mBias[head, i % K]), rate, scalars)
+        cute.arch.barrier()
+        return sDecay
+
+    def decay(self, x: Float32, rate: Float32, scalars: tuple) -> Float32:
+        """e^g of a channel."""
+        if self.bounded:
+            return _exp(Float32(scalars[2]) * cute.arch.rcp_approx(Float32(1.0) + _exp(-rate * x)))
+        return _exp(-rate * _softplus(x))
+
+    def decay_row(self, rS: list[cute.Tensor], sDecay: Any, t: int, lane: Int32) -> None:
+        for i in range(self.vectors):
+            at = sDecay.iterator.toint() + (t * self.dims[0] + i * LANES * VECTOR + lane * VECTOR) * 4
+            rD = cute.make_rmem_tensor(VECTOR, Float32)
+            source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), rD)
+            for j in range(VECTOR):
+                rS[i][j] = rS[i][j] * rD[j]
+
+    def beta(self, b: Float32, beta_scale: Any) -> Float32:
+        return cute.arch.rcp_approx(Float32(1.0) + _exp(-b))
+
+
 def trace(
     arch: str, dtypes: tuple[str, str, str], dims: tuple[int, int], tokens: int, normalized: bool, accepted: bool,
-    aligned: bool,
+    aligned: bool, channels: bool = False, bounded: bool = False,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
-    """``dtypes`` of q, k, v, a and b, of A_log, and of dt_bias; ``aligned``: whether vectors of the state are."""
+    """``dtypes`` of q, k, v, a and b, of A_log, and of dt_bias; ``aligned``: whether vectors of the state are;
+    ``channels``: whether each has a gate, and ``bounded`` as ``_ChannelStep`` has it."""
     model, decay, bias = dtypes
     B, Hk, Hv = (fake.dim32() for _ in range(3))
     K, V = dims
+    of_channel = (K,) if channels else ()
 
     def rows(heads: Any, dim: int) -> Any:
         align = min(16, VECTOR * fake.dtype(model).width // 8)
@@ -193,7 +258,12 @@ def trace(
 
     arguments = [
         (rows(Hk, K), rows(Hk, K), fake.tensor(model, (B, tokens, Hv, V), (None, None, None, 1), align=2)),
-        (small(B, tokens, Hv), small(B, tokens, Hv), small(Hv, name=decay), small(Hv, name=bias)),
+        (
+            small(B, tokens, Hv, *of_channel),
+            small(B, tokens, Hv),
+            small(Hv, name=decay),
+            small(Hv, *of_channel, name=bias),
+        ),
         fake.tensor("f32", (fake.dim32(), Hv, V, K), (*(fake.dim(VECTOR) for _ in range(3)), 1), align=16)
         if aligned
         else fake.tensor("f32", (fake.dim32(), Hv, V, K), align=4),
@@ -204,4 +274,5 @@ def trace(
         (Float32(0), Float32(0), Float32(0)),
         fake.stream(),
     ]
-    return _Step(dims, tokens, normalized, aligned), arguments
+    given = dims, tokens, normalized, aligned
+    return _ChannelStep(bounded, *given) if channels else _Step(*given), arguments

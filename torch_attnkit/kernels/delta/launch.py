@@ -13,10 +13,9 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.cuda import compile, driver
 from torch_attnkit.cuda.limits import LIMITS
 
-from .problem import ConvOperands, ConvProblem, RuleOperands, RuleProblem, StepOperands, StepProblem
+from .problem import VECTOR, ConvOperands, ConvProblem, RuleOperands, RuleProblem, StepOperands, StepProblem
 from .sm80.config import configure
 
-VECTOR = 4  # elements of q, k and the state that a lane loads at once
 LANES = 8  # that have a row of the state together
 MOST_DIM = 256  # of a key's head: a lane holds K / 8 numbers of a row, and as many of q and k
 CHANNELS = 4  # of the convolution that a thread has
@@ -28,14 +27,18 @@ def step(problem: StepProblem, target: Target) -> Callable[[StepOperands], None]
     if p.empty:
         return lambda operands: None
 
+    of_channels = dict(channels=True, bounded=p.lower_bound is not None) if p.channels else {}
+
     def compiled(aligned: bool) -> Callable[..., None]:
         return compile.launcher(
             target, p.device, trace_step, dtypes=(short(p.dtype), *map(short, p.gate_dtypes)), dims=p.dims,
-            tokens=p.tokens, normalized=p.normalized, accepted=p.accepted, aligned=aligned,
+            tokens=p.tokens, normalized=p.normalized, accepted=p.accepted, aligned=aligned, **of_channels,
         )  # fmt: skip
 
     runs = {p.state_aligned: compiled(p.state_aligned)}
-    group = p.heads // p.key_heads
+    group, scalars = p.heads // p.key_heads, (p.scale, p.eps, p.beta_scale)
+    if p.lower_bound is not None:
+        scalars = (p.scale, p.eps, p.lower_bound)
     odd = VECTOR * p.dtype.itemsize - 1
 
     def whole(t: torch.Tensor) -> torch.Tensor:
@@ -46,7 +49,7 @@ def step(problem: StepProblem, target: Target) -> Callable[[StepOperands], None]
         aligned = p.state_aligned and o.state.data_ptr() % 16 == 0
         if aligned not in runs:
             runs[aligned] = compiled(aligned)
-        runs[aligned](heads, gates, o.state, o.state_index, o.accepted, o.out, group, (p.scale, p.eps, p.beta_scale))
+        runs[aligned](heads, gates, o.state, o.state_index, o.accepted, o.out, group, scalars)
 
     return launch
 

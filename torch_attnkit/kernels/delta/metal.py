@@ -1,5 +1,5 @@
 """The gated delta rule and the convolution ahead of it on Metal: ``csrc/metal/gated_delta_step.metal``,
-``gated_delta_rule.metal`` and ``causal_conv1d.metal``."""
+``kimi_delta_step.metal``, ``gated_delta_rule.metal`` and ``causal_conv1d.metal``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .problem import RUN, ConvOperands, ConvProblem, RuleOperands, RuleProblem, 
 VECTOR = 16  # channels of a key's head that the four lanes of a row have at a time
 _ROWS = 8  # of a simdgroup
 _SIMDGROUPS = 4
+_STEP = "delta_step"  # the kernel of both steps
 _ELEMENTS = 4096  # of keys and queries together in threadgroup memory
 
 
@@ -30,17 +31,20 @@ def step(source: str, problem: StepProblem, target: Target) -> Callable[[StepOpe
         build = functools.partial(
             library.load, source, target, TYPE=p.dtype, LOG_TYPE=log_type, BIAS_TYPE=bias_type, TOKENS=p.tokens,
             DIM=p.dims[0], DIM_V=p.dims[1], NORMALIZED=p.normalized, WIDTH=width,
+            **(dict(BOUNDED=p.lower_bound is not None) if p.channels else {}),
         )  # fmt: skip
-        built, simds = _fitted(source, build)
+        built, simds = _fitted(_STEP, build)
         grid = (-(-p.dims[1] // (_ROWS * simds)), p.heads, p.batch)
-        return metal.launcher(built, source, grid, simds * metal.SIMD)
+        return metal.launcher(built, _STEP, grid, simds * metal.SIMD)
 
-    run = metal.by_alignment(variant, (*p.steps[:6], *p.steps[15:18]))  # of q, k and the state
+    of_state = 16 if p.channels else 15
+    run = metal.by_alignment(variant, (*p.steps[:6], *p.steps[of_state : of_state + 3]))  # of q, k and the state
+    factor = p.beta_scale if p.lower_bound is None else p.lower_bound
 
     def launch(o: StepOperands) -> None:
         accepted = metal.bound(o.accepted, o.state)
-        tensors = (*o[:9], accepted, o.out)
-        run((o.q, o.k, o.state), (*tensors, shape, p.scale, p.eps, p.beta_scale))
+        tensors = (*o[:6], o.dt_bias.contiguous(), *o[7:9], accepted, o.out)
+        run((o.q, o.k, o.state), (*tensors, shape, p.scale, p.eps, factor))
 
     return launch
 
@@ -90,13 +94,13 @@ def conv(source: str, problem: ConvProblem, target: Target) -> Callable[[ConvOpe
     return launch
 
 
-def _fitted(source: str, build: Callable[..., library.Library]) -> tuple[library.Library, int]:
+def _fitted(kernel: str, build: Callable[..., library.Library]) -> tuple[library.Library, int]:
     """What ``build(SIMDS=...)`` compiles for as many simdgroups of a threadgroup as its pipeline takes, and their
     number."""
     simds = _SIMDGROUPS
     while True:
         built = build(SIMDS=simds)
-        limit = metal.most_simdgroups(built, source)
+        limit = metal.most_simdgroups(built, kernel)
         if simds <= limit:
             return built, simds
         simds = limit

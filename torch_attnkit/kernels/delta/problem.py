@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+VECTOR = 4  # elements of q, k and the state that a lane loads at once
 WIDTHS = (2, 3, 4)  # tokens of a sum of the convolution
 MOST_COLUMNS = 12  # tokens of a state of it
 ACTIVATIONS = ("silu", "none")
@@ -36,6 +37,8 @@ class StepProblem:
     # state_index along it, too
     aligned: bool  # heads of q and k start at multiples of four elements
     state_aligned: bool  # and rows of the state
+    channels: bool = False  # a channel of K has a gate of its own, not a head
+    lower_bound: float | None = None  # of such gates; None has none
 
     @property
     def empty(self) -> bool:
@@ -48,10 +51,10 @@ class StepOperands(NamedTuple):
     q: torch.Tensor  # (B, n, Hk, K)
     k: torch.Tensor  # (B, n, Hk, K)
     v: torch.Tensor  # (B, n, Hv, V)
-    a: torch.Tensor  # (B, n, Hv)
+    a: torch.Tensor  # (B, n, Hv), with gates of channels (B, n, Hv, K)
     b: torch.Tensor  # (B, n, Hv)
     a_log: torch.Tensor  # (Hv)
-    dt_bias: torch.Tensor  # (Hv)
+    dt_bias: torch.Tensor  # (Hv), with gates of channels (Hv, K)
     state: torch.Tensor  # (Ns, Hv, V, K)
     state_index: torch.Tensor  # (B, n)
     accepted: torch.Tensor | None  # (B)

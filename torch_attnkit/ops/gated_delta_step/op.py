@@ -18,7 +18,8 @@ Source: Gated Delta Networks (arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have 
 from torch_attnkit.core import Kernel, Op
 from torch_attnkit.kernels import delta
 from torch_attnkit.kernels.delta import metal
-from torch_attnkit.kernels.delta.launch import LANES, MOST_DIM, VECTOR
+from torch_attnkit.kernels.delta.launch import LANES, MOST_DIM
+from torch_attnkit.kernels.delta.problem import VECTOR
 from torch_attnkit.oracle import delta_rules
 
 MOST_TOKENS = 8
