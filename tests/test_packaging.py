@@ -148,7 +148,7 @@ def test_import_brings_nothing_but_itself(tmp_path: Path):
 
 
 def test_import_costs_few_calls_beyond_torch(tmp_path: Path):
-    """Every op is defined at import and pays here: 138,000 calls for 30, 0.1 to 0.2 s, and processors vary in speed.
+    """Every op is defined at import and pays here: 150,600 calls for 34, 0.1 to 0.2 s, and processors vary in speed.
 
     Bytecode is cached, as in every installation, even where the environment of the tests says to write none.
     """
@@ -159,4 +159,4 @@ def test_import_costs_few_calls_beyond_torch(tmp_path: Path):
     )
     bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode")}
     python(code, tmp_path, **bytecode)
-    assert int(python(code, tmp_path, **bytecode)) < 150_000
+    assert int(python(code, tmp_path, **bytecode)) < 155_000

@@ -17,7 +17,7 @@ from torch_attnkit.oracle import sampling
 PARITY = {
     "kimi": dict(B=2, n=1, H=3, K=128, V=128, decay=1, joined=1),
     "glm": dict(B=2, n=2, H=2, K=128, V=64, decay=1, bound=5),
-    "drafts": dict(B=3, n=4, H=2, K=128, V=64, decay=2, drafts=1, absent=2, t_gates=1),
+    "drafts": dict(B=5, n=4, H=2, K=128, V=64, decay=2, drafts=1, absent=3, t_gates=1),
     "one-key": dict(B=2, n=8, H=2, K=128, V=48, decay=3, alike=1),
     "odd": dict(B=3, n=2, H=3, K=96, V=37, decay=1, absent=3, plain=1),
     "wide": dict(B=1, n=3, H=1, K=256, V=20, decay=1, drafts=1, bound=1),
@@ -30,7 +30,7 @@ DEGENERATE = {
 }
 EXTRAS = (
     ("nan:q", "kimi"), ("nan:k", "kimi"), ("nan:v", "odd"), ("nan:a", "kimi"), ("nan:b", "odd"), ("nan:A_log", "glm"),
-    ("nan:dt_bias", "drafts"), ("nan:state", "drafts"),
+    ("nan:dt_bias", "kimi"), ("nan:state", "glm"),
 )  # fmt: skip
 _KIMI = dict(n=1, H=32, K=128, V=128, decay=1, joined=1)
 BENCH = {f"kimi_linear-{b}": _KIMI | dict(B=b) for b in (1, 32, 128, 512)}
