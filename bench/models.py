@@ -33,9 +33,19 @@ import transformers
 import typer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, GptOssConfig, GptOssForCausalLM, StaticCache
+from transformers import (
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
+    DynamicCache,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    StaticCache,
+)
 from transformers.cache_utils import StaticSlidingWindowLayer
 from transformers.masking_utils import create_masks_for_generate
+from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from bench import timing
 from bench.__main__ import console, facts
@@ -81,6 +91,15 @@ def deepseek_v4_config(**changes: Any) -> DeepseekV4Config:
         layer_types=["sliding_attention", "compressed_sparse_attention"],
     )  # fmt: skip
     return DeepseekV4Config(**{**sizes, **changes})
+
+
+def qwen3_5_config(**changes: Any) -> Qwen3_5MoeTextConfig:
+    """A layer of linear attention of Qwen3.5-35B; experts are few, which nothing here runs."""
+    sizes = dict(
+        vocab_size=VOCABULARY, hidden_size=2048, num_hidden_layers=1, layer_types=["linear_attention"], num_experts=2,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+    return Qwen3_5MoeTextConfig(**{**sizes, **changes})
 
 
 @torch.no_grad()
@@ -222,6 +241,34 @@ def moe(tokens: int, vocabulary: int = VOCABULARY) -> Case:
     return Case(f"MoE block, {tokens} tokens", tokens, make, False)
 
 
+# Qwen3.5: a layer of linear attention.
+
+
+def linear(batch: int, tokens: int, settings: Qwen3_5MoeTextConfig | None = None) -> Case:
+    """A decode step of ``batch`` sequences behind random states, or with more ``tokens`` a prompt of each."""
+    settings = settings or qwen3_5_config()
+
+    def make(layer: Any, sample: int = 0) -> Run:
+        weight = layer.in_proj_qkv.weight
+        torch.manual_seed(sample)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, dtype=torch.bfloat16, device=weight.device).to(weight.dtype)
+
+        x = randn(batch, tokens, weight.shape[1])
+        if tokens > 1:
+            return lambda: layer(x, cache_params=DynamicCache(config=settings))
+        cache = DynamicCache(config=settings)
+        layer(randn(batch, 8, weight.shape[1]), cache_params=cache)  # states lie as the layer wants them
+        for states in (cache.layers[0].conv_states, cache.layers[0].recurrent_states):
+            states[0].copy_(randn(*states[0].shape))
+        return lambda: layer(x, cache_params=cache)
+
+    return Case(
+        f"decode step, batch {batch}" if tokens == 1 else f"prompt, {batch} x {tokens}", batch * tokens, make, False
+    )
+
+
 # Judging and timing.
 
 
@@ -332,12 +379,14 @@ def compare(title: str, theirs: Any, ours: Any, cases: list[Case], profile: bool
 class Cases:
     gpt_oss: list[Case]
     deepseek_v4: list[Case]
+    qwen3_5: list[Case]
 
 
 def kernels(layers: int, cases: Cases, arch: str) -> list[Any]:
-    """What all of it will ask to be compiled, found on tensors without data."""
+    """What will be asked for, found on tensors without data; kernels of Qwen3.5 are compiled when they are called."""
     with FakeTensorMode(allow_non_fake_inputs=True), asked_by(arch) as asked:
-        model = attnkit_model(built(GptOssForCausalLM, gpt_oss_config(min(layers, 2)), "cpu"), experts="mxfp4")
+        if cases.gpt_oss:
+            model = attnkit_model(built(GptOssForCausalLM, gpt_oss_config(min(layers, 2)), "cpu"), experts="mxfp4")
         for case in cases.gpt_oss:
             case.make(model)()
             _ask_products(model, case.rows)
@@ -386,6 +435,15 @@ def compare_deepseek_v4(cases: Cases, profile: bool) -> int:
     return failures
 
 
+def compare_qwen3_5(cases: Cases, profile: bool) -> int:
+    theirs = built(Qwen3_5MoeForCausalLM, qwen3_5_config(), "cuda", experts=None)
+    ours = ours_of(theirs, None)
+    way = "fla's kernels" if is_flash_linear_attention_available() else "plain PyTorch"
+    title = f"Qwen3.5-35B, a layer of linear attention, beside transformers on {way}"
+    blocks = [model.model.layers[0].linear_attn for model in (theirs, ours)]
+    return compare(title, *blocks, cases.qwen3_5, profile)
+
+
 def counts(option: str, text: str) -> list[int]:
     """The numbers of an option that takes several."""
     if re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text) is None:
@@ -403,6 +461,7 @@ def main(
         int, typer.Option(help="The context of a decode step, and the tokens of a prefill.", min=1)
     ] = 4096,
     profile: Annotated[bool, typer.Option(help="Also say which kernels the time of a call goes to.")] = False,
+    only: Annotated[str, typer.Option(help="One of GPT-OSS, DeepSeek-V4, Qwen3.5.")] = "",
     compile: Annotated[
         bool, typer.Option("--compile", help="Instead: decode steps of GPT-OSS under torch.compile, full vocabulary.")
     ] = False,
@@ -419,7 +478,15 @@ def main(
         raise typer.BadParameter("the bench needs a CUDA device; simulated runs are not timed")
     start = time.perf_counter()
     steps = [decode(b, tokens) for b in sizes]
-    cases = Cases(steps, []) if compile else Cases([*steps, prefill(tokens)], [moe(t) for t in (*sizes, tokens)])
+    by_model = {
+        "GPT-OSS": steps if compile else [*steps, prefill(tokens)],
+        "DeepSeek-V4": [moe(t) for t in (*sizes, tokens)],
+        "Qwen3.5": [*(linear(b, 1) for b in sizes), linear(1, tokens)],
+    }
+    if only and only not in by_model:
+        raise typer.BadParameter(f"--only is {only!r}, accepted: {', '.join(by_model)}")
+    wanted = "GPT-OSS" if compile else only
+    cases = Cases(*([] if wanted and name != wanted else found for name, found in by_model.items()))
     record = facts()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, commit {record['commit']}"
     log(f"{record['device']}: {versions}")
@@ -428,10 +495,12 @@ def main(
         "compiling": lambda: fill(kernels(layers, cases, arch), folder, console, jobs),
         "GPT-OSS": lambda: compare_gpt_oss(layers, cases, profile),
         "DeepSeek-V4": lambda: compare_deepseek_v4(cases, profile),
+        "Qwen3.5": lambda: compare_qwen3_5(cases, profile),
     }
+    if wanted:
+        parts = {"compiling": parts["compiling"], wanted: parts[wanted]}
     if compile:
         how = {"mode": mode}
-        del parts["DeepSeek-V4"]
         parts["GPT-OSS"] = lambda: whole.compare_gpt_oss(layers, steps, how, compile_theirs, launches)
     failures = 0
     for name, run in parts.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DeepseekV4ForCausalLM, GptOssForCausalLM, StaticCache
+from transformers import DeepseekV4ForCausalLM, GptOssForCausalLM, Qwen3_5MoeForCausalLM, StaticCache
 
 import torch_attnkit
 from bench import models, timing, whole
@@ -79,6 +79,30 @@ def test_a_right_result_is_told_from_a_wrong_one():
         assert not models.judged(case, few, wanted, exact)[0]
 
 
+_QWEN = dict(
+    vocab_size=128, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, moe_intermediate_size=32,
+    shared_expert_intermediate_size=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_layer_of_linear_attention_is_judged(tokens):
+    """Steps by gated_delta_step; prompts have no kernel on a CPU. A decay that is off is called wrong."""
+    config = models.qwen3_5_config(**_QWEN)
+    theirs = models.built(Qwen3_5MoeForCausalLM, config, "cpu", experts=None)
+    pair = [model.model.layers[0].linear_attn for model in (theirs, models.ours_of(theirs, None))]
+    case = models.linear(4, tokens, config)
+    with torch_attnkit.record() as recorded:
+        found = case.results(pair[1])
+    assert {op for op, _ in recorded.calls} == {"gated_rmsnorm"} | ({"gated_delta_step"} if tokens == 1 else set())
+    wanted, exact = case.results(pair[0]), case.results(models.exact_of(pair[0]))
+    assert models.judged(case, found, wanted, exact)[0]
+    pair[1].A_log.add_(1)
+    assert not models.judged(case, case.results(pair[1]), wanted, exact)[0]
+
+
 @torch.no_grad()
 def test_a_comparison_counts_what_is_wrong_and_goes_on_behind_what_fails(monkeypatch, capsys):
     """What needs a GPU is replaced: memory and time."""
@@ -147,7 +171,7 @@ def test_launches_are_counted_by_call_and_layer(monkeypatch):
 @pytest.mark.seconds(240)
 @torch.no_grad()
 def test_the_kernels_of_the_models_are_found_without_their_weights():
-    cases = models.Cases([models.decode(1, 4096), models.prefill(4096)], [models.moe(1), models.moe(4096)])
+    cases = models.Cases([models.decode(1, 4096), models.prefill(4096)], [models.moe(1), models.moe(4096)], [])
     found = models.kernels(4, cases, "sm90")
     assert len(found) == len(set(found))
     assert {r.family for r in found} == {"fp4", "decode", "prefill", "routing", "grouped_gemm", "cache", "batched_gemm"}

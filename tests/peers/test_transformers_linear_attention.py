@@ -208,4 +208,5 @@ def test_a_step_of_a_layer_of_glm_5_is_that_of_transformers(target, bound):
         with torch.no_grad(), on(where), torch_attnkit.record() as recorded:
             found.append(torch.cat([layer(part, cache_params=cache) for part in x.split([3, 1, 1, 1], 1)], 1))
     assert steps(recorded, "kimi_delta_step") == 3
+    assert steps(recorded, "causal_conv1d") == (3 if target == "metal" else 0)
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()

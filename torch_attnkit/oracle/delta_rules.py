@@ -34,11 +34,9 @@ def _apart(call: Call) -> bool:
     return all(state.stride(axis) > 0 or state.shape[axis] < 2 for axis in range(3))
 
 
-PLAIN = {
+WHERE = {
+    "Hv must be a multiple of Hk": lambda c: c.dim["Hk"] > 0 and c.dim["Hv"] % c.dim["Hk"] == 0,
     "K must be at least 1": lambda c: c.dim["K"] > 0,
     "eps must be positive": lambda c: c.arg.eps > 0,
     "state must not overlap itself": _apart,
 }
-WHERE = {
-    "Hv must be a multiple of Hk": lambda c: c.dim["Hk"] > 0 and c.dim["Hv"] % c.dim["Hk"] == 0,
-} | PLAIN

@@ -59,14 +59,18 @@ def beside_nan(t: torch.Tensor, format: str, before: int, after: int) -> torch.T
     return view.copy_(t)
 
 
-def is_right(tokens: int, groups: int, k: int, n: int, format: str, layout: str, **kwargs) -> None:
-    around = kwargs.pop("around", None)
+def is_right(
+    sizes: tuple[int, int, int, int], format: str, layout: str, *, target: str = "sm100", seed: int = 0,
+    around: tuple[int, int] | None = None,
+) -> None:  # fmt: skip
+    """``sizes``: tokens, groups, K and N; ``around``: bytes of garbage before and behind each row."""
+    tokens, groups, k, n = sizes
     (o, ov), (w, wv) = integers(tokens, groups, k), integers(groups, n, k)
     (so, sov), (sw, swv) = scales(format, tokens, groups, k), scales(format, groups, n, k)
     if layout == "128x4":
         so, sw = swizzled(so.transpose(0, 1), format), swizzled(sw, format)
     bytes_ = (beside_nan(t, format, *around) for t in (o, w, so, sw)) if around else (o, w, so, sw)
-    got = simulated(*bytes_, format=format, scale_layout=layout, **kwargs)
+    got = simulated(*bytes_, format=format, scale_layout=layout, target=target, seed=seed)
     assert torch.equal(got, torch.einsum("tgk,grk->tgr", ov * sov, wv * swv))
 
 
@@ -77,7 +81,7 @@ def is_right(tokens: int, groups: int, k: int, n: int, format: str, layout: str,
 @pytest.mark.parametrize("target", TARGETS)
 def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(target, tokens, around, format):
     for k, n in ((96, 64), (288, 65), (256, 3)):
-        is_right(tokens, 2, k, n, format, "linear", around=around, target=target)
+        is_right((tokens, 2, k, n), format, "linear", around=around, target=target)
 
 
 @pytest.mark.sample(7)
@@ -86,8 +90,8 @@ def test_tiles_have_borders_and_nothing_beyond_the_operands_is_read(target, toke
 @pytest.mark.parametrize("target", TARGETS)
 def test_padding_of_128x4_scales_is_not_read(target, k, format):
     """Of the last tile along K there are all four scales, or some, or the row of codes ends amid a stage."""
-    is_right(3, 2, k, 130, format, "128x4", target=target)
-    is_right(130, 1, k, 5, format, "128x4", seed=2, target=target)
+    is_right((3, 2, k, 130), format, "128x4", target=target)
+    is_right((130, 1, k, 5), format, "128x4", seed=2, target=target)
 
 
 @pytest.mark.sample(4)
@@ -97,7 +101,7 @@ def test_padding_of_128x4_scales_is_not_read(target, k, format):
 def test_the_ring_goes_round_under_hostile_schedules(target, format, tokens):
     """K is 13 stages of a ring of 8 or of 5; the last is cut short."""
     for seed in (1, 2, 3):
-        is_right(tokens, 1, 13 * 128 - 32, 70, format, "linear", seed=seed, target=target)
+        is_right((tokens, 1, 13 * 128 - 32, 70), format, "linear", seed=seed, target=target)
 
 
 @pytest.mark.sample(3)
@@ -147,7 +151,7 @@ def test_every_work_tile(columns, tokens_are_rows, layout, monkeypatch):
     monkeypatch.setattr(driver, "sm_count", lambda device: 2)
     few, many = columns + 3 if columns % 128 == 0 else columns - 1, 140
     tokens, n = (many, few) if tokens_are_rows else (few, many)
-    is_right(tokens, 2, 1280, n, format, layout, seed=3)
+    is_right((tokens, 2, 1280, n), format, layout, seed=3)
 
 
 @pytest.mark.sample(5)
@@ -159,7 +163,7 @@ def test_slices_of_k(k, columns, layout, monkeypatch):
     format = "nvfp4" if columns % 32 else "mxfp4"
     made = lambda p, whole, sms: plan.Fp4Tile(p.format, columns, False, whole, 2)
     monkeypatch.setattr(plan, "fp4", made)
-    is_right(columns - 1, 2, k, 140, format, layout, seed=columns)
+    is_right((columns - 1, 2, k, 140), format, layout, seed=columns)
 
 
 def test_few_work_tiles_are_cut():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_attnkit
+from tests.kernels.grouped_gemm.routes import as_sampled, no_expert, ragged
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
@@ -40,18 +41,6 @@ def multiprocessors(monkeypatch):
     dispatch._PLANS["fp4_moe"].clear()
 
 
-def as_sampled(indices: torch.Tensor) -> None:
-    """Of a tenth of the choices there is no expert."""
-
-
-def ragged(indices: torch.Tensor) -> None:
-    """Three experts have tokens: most, one, and 33; some tokens have none."""
-    indices.fill_(-1)
-    indices[: len(indices) * 3 // 4, 0] = 1
-    indices[0, 1] = 0
-    indices[-40:-7, 1] = 2
-
-
 def everyone(indices: torch.Tensor) -> None:
     """All choices are there, of five experts the same number or nearly."""
     each = torch.arange(indices.numel(), dtype=indices.dtype) % 5
@@ -81,10 +70,6 @@ def one_more_each(indices: torch.Tensor) -> None:
     """The first expert has one token, every other one more than the last."""
     each = torch.arange(17).repeat_interleave(torch.arange(1, 18))
     indices.copy_(each[: indices.numel()].view(indices.shape))
-
-
-def no_expert(indices: torch.Tensor) -> None:
-    indices.fill_(-1)
 
 
 # Name: multiprocessors, sizes, dtype, features, who chooses which expert, schedule.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_attnkit
+from tests.kernels.grouped_gemm.routes import as_sampled, no_expert, ragged
 from torch_attnkit.core import dispatch, invariance
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda.limits import LIMITS
@@ -28,22 +29,6 @@ def simulated(monkeypatch):
     dispatch._PLANS["fp4_moe"].clear()
     yield pytest.importorskip("torch_attnkit.sim.ptx")
     dispatch._PLANS["fp4_moe"].clear()
-
-
-def as_sampled(indices: torch.Tensor) -> None:
-    """Of a tenth of the choices there is no expert."""
-
-
-def ragged(indices: torch.Tensor) -> None:
-    """Three experts have tokens: most, one, and 33; some tokens have none."""
-    indices.fill_(-1)
-    indices[: len(indices) * 3 // 4, 0] = 1
-    indices[0, 1] = 0
-    indices[-40:-7, 1] = 2
-
-
-def no_expert(indices: torch.Tensor) -> None:
-    indices.fill_(-1)
 
 
 # Name: sizes, dtype, features, who chooses which expert, schedule.

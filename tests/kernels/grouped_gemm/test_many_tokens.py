@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torch_attnkit
+from tests.kernels.grouped_gemm.routes import as_sampled, no_expert, ragged
 from torch_attnkit.core import dispatch
 from torch_attnkit.core.dispatch import OPS
 from torch_attnkit.cuda import driver
@@ -19,25 +20,9 @@ from torch_attnkit.oracle.compare import check
 _ENDLESS = 4_000_000  # instructions of a launch that is caught in a loop
 
 
-def as_sampled(indices: torch.Tensor) -> None:
-    """Of a tenth of the choices there is no expert."""
-
-
 def one_expert(indices: torch.Tensor) -> None:
     indices.fill_(-1)
     indices[:, 0] = 1
-
-
-def ragged(indices: torch.Tensor) -> None:
-    """Three experts have tokens: most, one, and 33; some tokens have none."""
-    indices.fill_(-1)
-    indices[: len(indices) * 3 // 4, 0] = 1
-    indices[0, 1] = 0
-    indices[-40:-7, 1] = 2
-
-
-def no_expert(indices: torch.Tensor) -> None:
-    indices.fill_(-1)
 
 
 # Name: sizes, features, who chooses which expert, schedule.

@@ -23,19 +23,13 @@ from torch_attnkit.cuda import warp_ops as op
 
 from ..grouped_gemm.sm120.config import K_TILE, ROW_BYTES
 from ..grouped_gemm.sm120.mainloop import BlockScaledMainloop
-from .kernel import MmaGemm
+from .arguments import Coded, coded
+from .epilogue import StoreEpilogue
 from .plan import Fp4Config
 from .sm80.mainloop_dequant import DequantMainloop
 
 _CHUNK = 16  # bytes that a thread copies at once
 _LANES = ROW_BYTES // _CHUNK  # threads that copy a row
-
-
-class Coded(NamedTuple):
-    """A quantised operand."""
-
-    packed: cute.Tensor  # (G, rows, K/2)
-    scale: cute.Tensor  # (G, rows, blocks), or each group's in the 128x4 layout
 
 
 class Source(NamedTuple):
@@ -53,7 +47,7 @@ class Fp4Gemm:
 
     def __init__(self, config: Fp4Config, mainloop: Any, swizzled: bool, divisors: tuple[bool, bool], even: bool):
         self.c, self.mainloop, self.swizzled, self.divisors = config, mainloop, swizzled, divisors
-        self.outputs = MmaGemm(config, None, even)
+        self.epilogue = StoreEpilogue(config, even)
 
     @cute.jit
     def __call__(
@@ -86,7 +80,7 @@ class Fp4Gemm:
             if s < count:
                 self.load(codes, scales, row_bytes, s, ring + s * c.stage_bytes)
             cute.arch.cp_async_commit_group()
-        rSum = cute.make_rmem_tensor(cute.make_layout((4, self.outputs.n_tiles, self.outputs.m_tiles)), Float32)
+        rSum = cute.make_rmem_tensor(cute.make_layout((4, c.n_tiles, c.m_tiles)), Float32)
         rSum.fill(0.0)
         own = self.mainloop.offsets()
         for tile in cutlass.range(count, unroll=1):
@@ -99,7 +93,7 @@ class Fp4Gemm:
             self.mainloop.multiply(rSum, ring + tile % stages * c.stage_bytes, own)
         cute.arch.cp_async_wait_group(0)
         self.divide(rSum, mXGlobal, mWeightGlobal)
-        self.outputs.store(rSum, mOut, group, first_t, first_n)
+        self.epilogue.run(rSum, mOut, group, first_t, first_n)
 
     @cute.jit
     def code_sources(self, x: Coded, weight: Coded, group: Int32, first_t: Int32, first_n: Int32) -> list[Source]:
@@ -140,11 +134,10 @@ class Fp4Gemm:
 
     def _scales(self, operand: Coded, group: Int32, row: Int32) -> tuple[Any, Int64]:
         """As ``_row``, of the row's scales."""
-        if not self.swizzled:
-            inside, _ = self._row(operand.packed, group, row)
-            return inside, self._row(operand.scale, group, row)[1]
         scale = operand.scale
         inside, _ = self._row(operand.packed, group, row)
+        if not self.swizzled:
+            return inside, self._row(scale, group, row)[1]
         row = Int32(cutlass.select_(inside, row, Int32(0)))
         tile = Int64(row // 128) * 128 * scale.shape[2] + row % 32 * 16 + row % 128 // 32 * 4
         return inside, scale.iterator.toint() + Int64(group) * scale.stride[0] + tile
@@ -158,7 +151,7 @@ class Fp4Gemm:
         left = row_bytes - k - tid % _LANES * _CHUNK
         for i in cutlass.range_constexpr(len(codes)):
             source = codes[i]
-            at, valid = self._part(source, k, source.valid, left, _CHUNK)
+            at, valid = self._part(source, Int64(k), source.valid, left)
             if const_expr((i + 1) * step <= c.stage_rows):
                 op.copy_16_async(stage + source.offset, at, valid)
             elif tid // _LANES + i * step < c.stage_rows:
@@ -168,16 +161,16 @@ class Fp4Gemm:
             for i in cutlass.range_constexpr(words):
                 word = tile * words + i
                 most = Int32(cutlass.select_(scales.valid > 0, Int32(4), Int32(0)))
-                at, valid = self._part(scales, Int64(word) * apart, most, scales.valid - word * 4, 4)
+                at, valid = self._part(scales, Int64(word) * apart, most, scales.valid - word * 4)
                 op.copy_4_async(stage + scales.offset + i * 4, at, valid)
 
-    def _part(self, source: Source, further: Any, most: Int32, left: Int32, size: int) -> tuple[Int64, Int32]:
-        """The address ``further`` on, and how many bytes of it there are; of ``left`` not above 0 none is read. A size
-        that is neither 0 nor ``size`` costs five instructions a copy, so whole rows do not ask."""
+    def _part(self, source: Source, further: Int64, most: Int32, left: Int32) -> tuple[Int64, Int32]:
+        """The address ``further`` on, and how many bytes of it there are; of ``left`` not above 0 none is read. A count
+        that ptxas does not know to be none or all costs five instructions a copy, so whole rows do not ask."""
         if self.c.whole:
             return source.address + further, most
         valid = cutlass.max(cutlass.min(most, left), Int32(0))
-        return source.address + type(further)(cutlass.select_(valid > 0, further, type(further)(0))), valid
+        return source.address + Int64(cutlass.select_(valid > 0, further, Int64(0))), valid
 
     @cute.jit
     def divide(self, rSum: cute.Tensor, mXGlobal: cute.Tensor, mWeightGlobal: cute.Tensor):
@@ -198,11 +191,6 @@ def trace(
     width = fake.dtype(out_dtype).width // 8
     out = fake.tensor(out_dtype, (None, None, None), align=width * (2 if even else 1))
     one = fake.tensor("f32", (1,), (1,), align=4)
-    operands = [Coded(_bytes(16, 16), _bytes(4, 16 if swizzled else 4)) for _ in range(2)]
     mainloop = BlockScaledMainloop(c) if c.block_scaled else DequantMainloop(c)
-    return Fp4Gemm(c, mainloop, swizzled, divisors, even), [*operands, one, one, out, fake.stream()]
-
-
-def _bytes(step: int, align: int) -> Any:
-    """(G, rows, bytes)."""
-    return fake.tensor("u8", (None, None, None), (fake.dim(step), fake.dim(step), 1), align=align)
+    made = Fp4Gemm(c, mainloop, swizzled, divisors, even)
+    return made, [coded(swizzled), coded(swizzled), one, one, out, fake.stream()]

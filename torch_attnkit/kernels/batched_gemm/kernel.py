@@ -16,9 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_attnkit.cuda import copies, fake
+from torch_attnkit.cuda import fake
 from torch_attnkit.cuda import warp_ops as op
 
+from .epilogue import StoreEpilogue
 from .plan import CHUNK, K_TILE, Config
 
 _ROW = K_TILE * 2  # bytes
@@ -27,10 +28,7 @@ _CHUNKS = K_TILE // CHUNK
 
 class MmaGemm:
     def __init__(self, config: Config, dtype: Any, even: bool):
-        self.c, self.dtype = config, dtype
-        self.even = even  # two neighbouring results of a token are stored at once
-        self.m_tiles = config.tokens // config.warps[0] // 16  # of a warp
-        self.n_tiles = config.n // config.warps[1] // 8
+        self.c, self.dtype, self.epilogue = config, dtype, StoreEpilogue(config, even)
 
     @cute.jit
     def __call__(
@@ -57,7 +55,7 @@ class MmaGemm:
             if s < count:
                 self.load(mX, mWeight, group, first_t, first_n, Int32(s), ring + s * c.stage_bytes)
             cute.arch.cp_async_commit_group()
-        rSum = cute.make_rmem_tensor(cute.make_layout((4, self.n_tiles, self.m_tiles)), Float32)
+        rSum = cute.make_rmem_tensor(cute.make_layout((4, self.c.n_tiles, self.c.m_tiles)), Float32)
         rSum.fill(0.0)
         for tile in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(stages - 2)
@@ -68,7 +66,7 @@ class MmaGemm:
             cute.arch.cp_async_commit_group()
             self.multiply(rSum, ring + tile % stages * c.stage_bytes)
         cute.arch.cp_async_wait_group(0)
-        self.store(rSum, mOut, group, first_t, first_n)
+        self.epilogue.run(rSum, mOut, group, first_t, first_n)
 
     @cute.jit
     def load(
@@ -98,41 +96,20 @@ class MmaGemm:
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         # Lane l addresses row l % 8 of the 8 x 8 tile l // 8. Of x the tiles go down the tokens first, of the weights
         # along K.
-        x_row = warp % c.warps[0] * (self.m_tiles * 16) + ((lane >> 3) & 1) * 8 + (lane & 7)
-        w_row = warp // c.warps[0] * (self.n_tiles * 8) + (lane >> 4) * 8 + (lane & 7)
+        x_row = warp % c.warps[0] * (self.c.m_tiles * 16) + ((lane >> 3) & 1) * 8 + (lane & 7)
+        w_row = warp // c.warps[0] * (self.c.n_tiles * 8) + (lane >> 4) * 8 + (lane & 7)
         x_at, w_at = stage + x_row * _ROW, stage + (c.tokens + w_row) * _ROW
         for k in cutlass.range_constexpr(K_TILE // 16):
             x_chunk = ((2 * k + (lane >> 4)) ^ (lane & 7)) * 16
             w_chunk = ((2 * k + ((lane >> 3) & 1)) ^ (lane & 7)) * 16
-            rX = [op.ldmatrix_x4(x_at + m * 16 * _ROW + x_chunk) for m in range(self.m_tiles)]
-            rW = [op.ldmatrix_x4(w_at + n * 16 * _ROW + w_chunk) for n in range(self.n_tiles // 2)]
-            for m in cutlass.range_constexpr(self.m_tiles):
-                for n in cutlass.range_constexpr(self.n_tiles):
+            rX = [op.ldmatrix_x4(x_at + m * 16 * _ROW + x_chunk) for m in range(self.c.m_tiles)]
+            rW = [op.ldmatrix_x4(w_at + n * 16 * _ROW + w_chunk) for n in range(self.c.n_tiles // 2)]
+            for m in cutlass.range_constexpr(self.c.m_tiles):
+                for n in cutlass.range_constexpr(self.c.n_tiles):
                     pair = rW[n // 2][2 * (n % 2) : 2 * (n % 2) + 2]
                     new = op.mma_m16n8k16(self.dtype, rX[m], pair, [rSum[i, n, m] for i in range(4)])
                     for i in cutlass.range_constexpr(4):
                         rSum[i, n, m] = new[i]
-
-    @cute.jit
-    def store(self, rSum: cute.Tensor, mOut: cute.Tensor, group: Int32, first_t: Int32, first_n: Int32):
-        """Round the sums and store those that are results."""
-        c = self.c
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        first_t += warp % c.warps[0] * (self.m_tiles * 16) + lane // 4
-        first_n += warp // c.warps[0] * (self.n_tiles * 8) + lane % 4 * 2
-        width = const_expr(2 if self.even else 1)
-        for m in cutlass.range_constexpr(self.m_tiles):
-            for half in cutlass.range_constexpr(2):
-                token = first_t + m * 16 + half * 8
-                out = mOut.iterator + (Int64(token) * mOut.shape[1] + group) * mOut.shape[2]
-                for n in cutlass.range_constexpr(self.n_tiles):
-                    for i in cutlass.range_constexpr(0, 2, width):
-                        at = first_n + n * 8 + i
-                        if token < mOut.shape[0] and at < mOut.shape[2]:
-                            rOut = cute.make_rmem_tensor(width, mOut.element_type)
-                            for j in cutlass.range_constexpr(width):
-                                rOut[j] = rSum[2 * half + i + j, n, m].to(mOut.element_type)
-                            copies.store(rOut, out + at)
 
 
 def trace(arch: str, dtypes: tuple[str, str], even: bool, config: tuple[Any, ...]) -> tuple[Any, list[Any]]:

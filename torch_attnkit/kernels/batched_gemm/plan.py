@@ -27,6 +27,16 @@ class Config:
         return 32 * self.warps[0] * self.warps[1]
 
     @property
+    def m_tiles(self) -> int:
+        """Of 16 tokens, of a warp."""
+        return self.tokens // self.warps[0] // 16
+
+    @property
+    def n_tiles(self) -> int:
+        """Of 8 features, of a warp."""
+        return self.n // self.warps[1] // 8
+
+    @property
     def stage_bytes(self) -> int:
         return (self.tokens + self.n) * K_TILE * 2
 

@@ -8,7 +8,7 @@ has four neighbouring columns of every 32: rows are read and written once, 128 b
 tokens. What bounds it is memory: a token of a head of 128 x 128 moves 131 KB and takes 0.12 MFLOP.
 
 Where each channel has a gate, a CTA works out those of all tokens first, a thread every so many-th, and keeps e^g in
-shared memory: a lane would have as many of them as it has numbers of its row.
+shared memory: a lane would have as many of them as it has elements of its row.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ def _softplus(x: Float32) -> Float32:
     return cutlass.select_(x > Float32(_FLAT), x, cute.arch.fmax(x, Float32(0.0)) + log1p)
 
 
+def _sigmoid(x: Float32) -> Float32:
+    return cute.arch.rcp_approx(Float32(1.0) + _exp(-x))
+
+
 def _row_sum(x: Float32) -> Float32:
     """Over the lanes of a row."""
     for distance in (1, 2, 4):
@@ -57,26 +61,82 @@ def _row_sum(x: Float32) -> Float32:
     return x
 
 
+class HeadGates:
+    """A gate for each head and token, worked out where it is used."""
+
+    axes: tuple[int, ...] = ()  # of a and dt_bias, behind the head
+
+    def prepare(self, gates: tuple, b: Int32, head: Int32, thread: Int32, lower_bound: Any) -> Any:
+        """Nothing to do ahead."""
+
+    def apply(self, rS: list[cute.Tensor], gates: tuple, prepared: Any, b: Int32, t: int, head: Int32, lane: Int32):
+        """The decay that the row has yet to take: all of it."""
+        mA, _, mDecay, mBias = gates
+        x = Float32(mA[b, t, head]) + Float32(mBias[head])
+        return _exp(-_exp(Float32(mDecay[head])) * _softplus(x))
+
+    def beta(self, b: Float32, beta_scale: Any) -> Float32:
+        return Float32(beta_scale) * _sigmoid(b)
+
+
+class ChannelGates:
+    """A gate for each channel and token. ``bounded``: g is ``lower_bound`` times a sigmoid."""
+
+    def __init__(self, dim: int, tokens: int, bounded: bool):
+        self.dim, self.tokens, self.bounded = dim, tokens, bounded
+        self.axes = (dim,)
+
+    @cute.jit
+    def prepare(self, gates: tuple, b: Int32, head: Int32, thread: Int32, lower_bound: Any):
+        """e^g of all tokens of the head to shared memory, an element a thread; synchronises the CTA."""
+        count = const_expr(self.tokens * self.dim)
+        mA, _, mDecay, mBias = gates
+        sDecay = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(count), 16)
+        rate = _exp(Float32(mDecay[head]))
+        for i in cutlass.range(thread, count, 32 * _WARPS, unroll=1):
+            t, channel = i // self.dim, i % self.dim
+            x = Float32(mA[b, t, head, channel]) + Float32(mBias[head, channel])
+            sDecay[i] = self.decay(x, rate, lower_bound)
+        cute.arch.barrier()
+        return sDecay
+
+    def decay(self, x: Float32, rate: Float32, lower_bound: Any) -> Float32:
+        """e^g of a channel."""
+        return _exp(Float32(lower_bound) * _sigmoid(rate * x) if self.bounded else -rate * _softplus(x))
+
+    def apply(self, rS: list[cute.Tensor], gates: tuple, prepared: Any, b: Int32, t: int, head: Int32, lane: Int32):
+        """Decays the row, which has nothing left to take."""
+        for i, part in enumerate(rS):
+            at = prepared.iterator.toint() + (t * self.dim + (i * LANES + lane) * VECTOR) * 4
+            rD = cute.make_rmem_tensor(VECTOR, Float32)
+            source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), rD)
+            for j in range(VECTOR):
+                part[j] = part[j] * rD[j]
+        return Float32(1.0)
+
+    def beta(self, b: Float32, lower_bound: Any) -> Float32:
+        return _sigmoid(b)
+
+
 class _Step:
     """``aligned``: whether vectors of the state are."""
 
-    channels = False
-
-    def __init__(self, dims: tuple[int, int], tokens: int, normalized: bool, aligned: bool):
-        self.dims, self.tokens, self.normalized, self.aligned = dims, tokens, normalized, aligned
+    def __init__(self, dims: tuple[int, int], tokens: int, normalized: bool, aligned: bool, gates: Any):
+        self.dims, self.tokens, self.normalized, self.aligned, self.gates = dims, tokens, normalized, aligned, gates
         self.vectors = dims[0] // (LANES * VECTOR)  # of a row, q and k that a lane has
 
     @cute.jit
     def __call__(
         self,
         heads: tuple,  # q and k (B, n, Hk, K), v (B, n, Hv, V)
-        gates: tuple,  # a and b (B, n, Hv), A_log and dt_bias (Hv)
+        gates: tuple,  # a and b (B, n, Hv), A_log and dt_bias (Hv); a and dt_bias with the axes of the gates
         state: cute.Tensor,  # (Ns, Hv, V, K)
         index: cute.Tensor,  # (B, n)
         accepted: cute.Tensor | None,  # (B)
         out: cute.Tensor,  # (B, n, Hv, V)
         group: Int32,  # value heads of a key head
-        numbers: tuple,  # scale, eps, beta_scale
+        numbers: tuple,  # scale, eps, and what the gates take
         stream: cuda.CUstream,
     ):
         tiles = const_expr(-(-self.dims[1] // _ROWS))
@@ -98,7 +158,7 @@ class _Step:
         numbers: tuple,
     ):
         V, n = const_expr(self.dims[1]), const_expr(self.tokens)
-        scale, eps, beta_scale = numbers
+        scale, eps, of_gates = numbers
         pdl.launch_dependents()
         pdl.wait()
         block, b, _ = cute.arch.block_idx()
@@ -114,7 +174,7 @@ class _Step:
         valid = row < V
         held = cutlass.select_(valid, row, Int32(0))
         at = Int64(head) * state.stride[1] + Int64(held) * state.stride[2] + lane * VECTOR
-        sDecay = self.decays(gates, b, head, thread, numbers)
+        prepared = self.gates.prepare(gates, b, head, thread, of_gates)
         rS = copies.fragments(self.vectors, VECTOR, Float32)
         for i in cutlass.range_constexpr(self.vectors):
             rS[i].fill(0.0)
@@ -128,14 +188,8 @@ class _Step:
             if const_expr(self.normalized):
                 by_q *= cute.math.rsqrt(norm_q + eps, fastmath=True)
                 by_k = cute.math.rsqrt(norm_k + eps, fastmath=True)
-            mA, mB, mDecay, mBias = gates
-            decay = Float32(1.0)
-            if const_expr(self.channels):
-                self.decay_row(rS, sDecay, t, lane)
-            else:
-                x = Float32(mA[b, t, head]) + Float32(mBias[head])
-                decay = _exp(-_exp(Float32(mDecay[head])) * _softplus(x))
-            beta = self.beta(Float32(mB[b, t, head]), beta_scale)
+            decay = self.gates.apply(rS, gates, prepared, b, t, head, lane)
+            beta = self.gates.beta(Float32(gates[1][b, t, head]), of_gates)
             found = Float32(0.0)
             for i in cutlass.range_constexpr(self.vectors):
                 for j in cutlass.range_constexpr(VECTOR):
@@ -155,15 +209,6 @@ class _Step:
                 for i in cutlass.range_constexpr(self.vectors):
                     self.store_state(rS[i], state.iterator + (Int64(to) * state.stride[0] + at + i * LANES * VECTOR))
 
-    def decays(self, gates: tuple, b: Int32, head: Int32, thread: Int32, scalars: tuple) -> Any:
-        """Of gates of channels: e^g of all tokens of the head."""
-
-    def decay_row(self, rS: list[cute.Tensor], sDecay: Any, t: int, lane: Int32) -> None:
-        """By gates of channels."""
-
-    def beta(self, b: Float32, beta_scale: Any) -> Float32:
-        return Float32(beta_scale) * cute.arch.rcp_approx(Float32(1.0) + _exp(-b))
-
     def load_state(self, fragment: cute.Tensor, source: Any) -> None:
         if self.aligned:
             copies.load(source, fragment)
@@ -180,7 +225,7 @@ class _Step:
 
     @cute.jit
     def vector(self, source: cute.Tensor, b: Int32, t: Int32, head: Int32, lane: Int32):
-        """A lane's part of a head's numbers in float32, and the sum of the squares of all of them."""
+        """A lane's part of a head in float32, and the sum of the squares of all of them."""
         begin = source.iterator + (
             Int64(b) * source.stride[0] + Int64(t) * source.stride[1] + Int64(head) * source.stride[2] + lane * VECTOR
         )
@@ -194,59 +239,16 @@ class _Step:
         return rX, _row_sum(square)
 
 
-class _ChannelStep(_Step):
-    """Each channel has a gate. ``bounded``: g is ``lower_bound`` times a sigmoid, which is the last of the scalars."""
-
-    channels = True
-
-    def __init__(self, bounded: bool, *given: Any):
-        super().__init__(*given)
-        self.bounded = bounded
-
-    @cute.jit
-    def decays(self, gates: tuple, b: Int32, head: Int32, thread: Int32, scalars: tuple):
-        K, n = const_expr(self.dims[0]), const_expr(self.tokens)
-        mA, _, mDecay, mBias = gates
-        sDecay = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(n * K), 16)
-        rate = _exp(Float32(mDecay[head]))
-        for first in cutlass.range_constexpr(0, n * K, 32 * _WARPS):
-            i = first + thread
-            if const_expr(first + 32 * _WARPS <= n * K):
-                sDecay[i] = self.decay(Float32(mA[b, i // K, head, i % K]) + Float32(mBias[head, i % K]), rate, scalars)
-            elif i < n * K:
-                sDecay[i] = self.decay(Float32(mA[b, i // K, head, i % K]) + Float32(mBias[head, i % K]), rate, scalars)
-        cute.arch.barrier()
-        return sDecay
-
-    def decay(self, x: Float32, rate: Float32, scalars: tuple) -> Float32:
-        """e^g of a channel."""
-        if self.bounded:
-            return _exp(Float32(scalars[2]) * cute.arch.rcp_approx(Float32(1.0) + _exp(-rate * x)))
-        return _exp(-rate * _softplus(x))
-
-    def decay_row(self, rS: list[cute.Tensor], sDecay: Any, t: int, lane: Int32) -> None:
-        for i in range(self.vectors):
-            at = sDecay.iterator.toint() + (t * self.dims[0] + i * LANES * VECTOR + lane * VECTOR) * 4
-            rD = cute.make_rmem_tensor(VECTOR, Float32)
-            source = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), rD)
-            for j in range(VECTOR):
-                rS[i][j] = rS[i][j] * rD[j]
-
-    def beta(self, b: Float32, beta_scale: Any) -> Float32:
-        return cute.arch.rcp_approx(Float32(1.0) + _exp(-b))
-
-
 def trace(
     arch: str, dtypes: tuple[str, str, str], dims: tuple[int, int], tokens: int, normalized: bool, accepted: bool,
     aligned: bool, channels: bool = False, bounded: bool = False,
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """``dtypes`` of q, k, v, a and b, of A_log, and of dt_bias; ``aligned``: whether vectors of the state are;
-    ``channels``: whether each has a gate, and ``bounded`` as ``_ChannelStep`` has it."""
+    ``channels``: whether each has a gate, and ``bounded`` as ``ChannelGates`` has it."""
     model, decay, bias = dtypes
     B, Hk, Hv = (fake.dim32() for _ in range(3))
     K, V = dims
-    of_channel = (K,) if channels else ()
+    gates = ChannelGates(K, tokens, bounded) if channels else HeadGates()
 
     def rows(heads: Any, dim: int) -> Any:
         align = min(16, VECTOR * fake.dtype(model).width // 8)
@@ -259,10 +261,10 @@ def trace(
     arguments = [
         (rows(Hk, K), rows(Hk, K), fake.tensor(model, (B, tokens, Hv, V), (None, None, None, 1), align=2)),
         (
-            small(B, tokens, Hv, *of_channel),
+            small(B, tokens, Hv, *gates.axes),
             small(B, tokens, Hv),
             small(Hv, name=decay),
-            small(Hv, *of_channel, name=bias),
+            small(Hv, *gates.axes, name=bias),
         ),
         fake.tensor("f32", (fake.dim32(), Hv, V, K), (*(fake.dim(VECTOR) for _ in range(3)), 1), align=16)
         if aligned
@@ -274,5 +276,4 @@ def trace(
         (Float32(0), Float32(0), Float32(0)),
         fake.stream(),
     ]
-    given = dims, tokens, normalized, aligned
-    return _ChannelStep(bounded, *given) if channels else _Step(*given), arguments
+    return _Step(dims, tokens, normalized, aligned, gates), arguments

@@ -36,9 +36,7 @@ def step(problem: StepProblem, target: Target) -> Callable[[StepOperands], None]
         )  # fmt: skip
 
     runs = {p.state_aligned: compiled(p.state_aligned)}
-    group, scalars = p.heads // p.key_heads, (p.scale, p.eps, p.beta_scale)
-    if p.lower_bound is not None:
-        scalars = (p.scale, p.eps, p.lower_bound)
+    group, scalars = p.heads // p.key_heads, (p.scale, p.eps, p.gate_scalar)
     odd = VECTOR * p.dtype.itemsize - 1
 
     def whole(t: torch.Tensor) -> torch.Tensor:

@@ -39,12 +39,11 @@ def step(source: str, problem: StepProblem, target: Target) -> Callable[[StepOpe
 
     of_state = 16 if p.channels else 15
     run = metal.by_alignment(variant, (*p.steps[:6], *p.steps[of_state : of_state + 3]))  # of q, k and the state
-    factor = p.beta_scale if p.lower_bound is None else p.lower_bound
 
     def launch(o: StepOperands) -> None:
         accepted = metal.bound(o.accepted, o.state)
         tensors = (*o[:6], o.dt_bias.contiguous(), *o[7:9], accepted, o.out)
-        run((o.q, o.k, o.state), (*tensors, shape, p.scale, p.eps, factor))
+        run((o.q, o.k, o.state), (*tensors, shape, p.scale, p.eps, p.gate_scalar))
 
     return launch
 

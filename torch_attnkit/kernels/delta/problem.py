@@ -44,6 +44,11 @@ class StepProblem:
     def empty(self) -> bool:
         return self.batch * self.tokens * self.heads * self.dims[1] == 0
 
+    @property
+    def gate_scalar(self) -> float:
+        """What gates take besides: of a head beta_scale, of bounded channels the bound."""
+        return self.beta_scale if self.lower_bound is None else self.lower_bound
+
 
 class StepOperands(NamedTuple):
     """The tensors of one launch."""

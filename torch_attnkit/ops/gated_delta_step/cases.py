@@ -16,7 +16,7 @@ from torch_attnkit.oracle import sampling
 # t_gates=1: A_log and dt_bias in the model dtype.
 PARITY = {
     "qwen": dict(B=2, n=1, Hk=2, Hv=4, K=128, V=128, decay=1, joined=1),
-    "drafts": dict(B=3, n=4, Hk=2, Hv=4, K=128, V=64, decay=2, drafts=1, absent=2, t_gates=1),
+    "drafts": dict(B=5, n=4, Hk=2, Hv=4, K=128, V=64, decay=2, drafts=1, absent=3, t_gates=1),
     "one-key": dict(B=2, n=8, Hk=1, Hv=2, K=128, V=48, decay=3, alike=1, twice=1),
     "odd": dict(B=3, n=2, Hk=3, Hv=3, K=96, V=37, decay=1, absent=3, plain=1),
     "wide": dict(B=1, n=3, Hk=1, Hv=1, K=256, V=20, decay=1, drafts=1),

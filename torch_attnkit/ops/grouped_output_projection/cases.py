@@ -13,12 +13,15 @@ from torch_attnkit.oracle import fp4, sampling
 FORMATS = {0: "none", 16: "nvfp4", 32: "mxfp4"}
 
 # Kn numbers per group and token; blk as in op.py, 0 the model dtype, 16 NVFP4, 32 MXFP4; cast=1: out in another dtype.
+# A Kn of whole steps (whole: multiples of 128) needs no bound on K, as in DeepSeek-V4's 4096.
 PARITY = {
     "plain": dict(Tq=5, G=3, Kn=96, R=7, blk=0),
     "nvfp4": dict(Tq=5, G=3, Kn=80, R=10, blk=16),
     "mxfp4": dict(Tq=130, G=2, Kn=160, R=3, blk=32),
     "nvfp4_stages": dict(Tq=40, G=2, Kn=2320, R=70, blk=16),
     "mxfp4_few": dict(Tq=17, G=3, Kn=544, R=130, blk=32),
+    "nvfp4_whole": dict(Tq=70, G=1, Kn=256, R=136, blk=16),
+    "mxfp4_whole": dict(Tq=9, G=2, Kn=384, R=72, blk=32),
     "tiles": dict(Tq=150, G=2, Kn=208, R=264, blk=0),
     "few": dict(Tq=33, G=2, Kn=1040, R=100, blk=0),
     "cast": dict(Tq=4, G=2, Kn=64, R=5, blk=0, cast=1),

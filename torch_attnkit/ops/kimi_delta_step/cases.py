@@ -8,6 +8,7 @@ import torch
 
 from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
+from torch_attnkit.ops.gated_delta_step.cases import states
 from torch_attnkit.oracle import sampling
 
 # decay: 1 as Kimi Linear begins, 2 next to none, 3 none at all; bound: lower_bound is its negative; alike=1: tokens of
@@ -58,17 +59,13 @@ def made(dims: dict[str, int], gen: torch.Generator, model: Any, gate: Any) -> t
         heads = [x.unflatten(2, (H, -1)) for x in whole.split(widths, 2)]
     rate = 16 * torch.rand(H, generator=gen).clamp(min=1e-3)
     log = {1: rate.log(), 2: rate.log() - 8, 3: torch.full((H,), -torch.inf)}[dims["decay"]]
-    index = torch.randperm(B * n + 2, generator=gen)[: B * n].view(B, n).int()
-    if absent := dims.get("absent", 0):
-        index[::absent] = -1
-        index[:, n - 1 :: absent + 1] = -1
+    state, index = states(dims | {"Hv": H}, gen)
     accepted = torch.randint(0, n + 2, (B,), generator=gen).int() if dims.get("drafts") else None  # cut off at 1 and n
     scalars: dict[str, Any] = dict(qk_l2norm=not dims.get("plain"))
     if dims.get("plain"):
         scalars["scale"] = 0.3
     if bound := dims.get("bound"):
         scalars["lower_bound"] = -float(bound)
-    state = randn(B * n + 2, H, V, K)
     return (*heads, model(a), model(b), gate(log), gate(randn(H, K) + 1), state, index, accepted), scalars
 
 

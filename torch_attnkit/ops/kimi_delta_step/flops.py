@@ -1,9 +1,5 @@
-"""What kimi_delta_step counts as for torch.utils.flop_counter."""
+"""What kimi_delta_step counts as for torch.utils.flop_counter: as a gate for each head does."""
 
-from torch_attnkit.core import Call
+from torch_attnkit.ops.gated_delta_step.flops import flops
 
-
-def flops(c: Call) -> int:
-    """Three products with a state, two operations a term, and its decay."""
-    B, n, heads, K, V = (c.dim[axis] for axis in ("B", "n", "Hv", "K", "V"))
-    return 7 * B * n * heads * K * V
+__all__ = ["flops"]

@@ -30,18 +30,12 @@ from torch_attnkit.cuda.sm100 import block_scaled as scaled
 from torch_attnkit.cuda.sm100 import tmem
 from torch_attnkit.cuda.sm100.products import NEXT_STEP, descriptor
 
+from ..arguments import Coded, coded
 from .plan import ROWS, STEP_BYTES, Fp4Tile
 
 STORE_WARPS = 4
 _LOAD_WARP, _PRODUCT_WARP, _SCALE_WARP = 4, 5, 8  # the first of four
 _IN_FLIGHT = 16  # columns of sums that a thread has in registers
-
-
-class Coded(NamedTuple):
-    """A quantised operand."""
-
-    packed: cute.Tensor  # (G, rows, K/2)
-    scale: cute.Tensor  # (G, rows, blocks), or each group's in the 128x4 layout
 
 
 class TmaTensor(NamedTuple):
@@ -458,10 +452,4 @@ def trace(
     out = fake.tensor(out_dtype, (None, None, None), align=even * fake.dtype(out_dtype).width // 8)
     one = fake.tensor("f32", (1,), (1,), align=4)
     made = BlockScaledGemm(Fp4Tile(*config), swizzled, divisors, even)
-    operands = [Coded(_bytes(16, 16), _bytes(4, 16 if swizzled else 4)) for _ in range(2)]
-    return made, [*operands, one, one, out, Int32(0), fake.stream()]
-
-
-def _bytes(step: int, align: int) -> Any:
-    """(G, rows, bytes)."""
-    return fake.tensor("u8", (None, None, None), (fake.dim(step), fake.dim(step), 1), align=align)
+    return made, [coded(swizzled), coded(swizzled), one, one, out, Int32(0), fake.stream()]

@@ -47,8 +47,6 @@ class Offsets(NamedTuple):
 class DequantMainloop:
     def __init__(self, config: Fp4Config):
         self.c = config
-        self.m_tiles = config.tokens // config.warps[0] // 16  # of a warp
-        self.n_tiles = config.n // config.warps[1] // 8
         lowered = LOWERED[config.format]
         self.output_scale = 2.0 ** (2 * lowered if config.format == "nvfp4" else lowered)
 
@@ -67,18 +65,18 @@ class DequantMainloop:
     @cute.jit
     def multiply(self, rSum: cute.Tensor, stage: Int32, own: Offsets):
         """Add this warp's part of the products of a stage."""
-        x = [load_words(stage + own.x + 8 * i * ROW_BYTES, 4) for i in range(2 * self.m_tiles)]
-        w = [load_words(stage + own.w + 8 * i * ROW_BYTES, 4) for i in range(self.n_tiles)]
-        x_factors = [self._x_factors(self._scales(stage + own.x_scales, i)) for i in range(2 * self.m_tiles)]
-        w_factors = [self._factors(self._scales(stage + own.w_scales, i)) for i in range(self.n_tiles)]
+        x = [load_words(stage + own.x + 8 * i * ROW_BYTES, 4) for i in range(2 * self.c.m_tiles)]
+        w = [load_words(stage + own.w + 8 * i * ROW_BYTES, 4) for i in range(self.c.n_tiles)]
+        x_factors = [self._x_factors(self._scales(stage + own.x_scales, i)) for i in range(2 * self.c.m_tiles)]
+        w_factors = [self._factors(self._scales(stage + own.w_scales, i)) for i in range(self.c.n_tiles)]
         for word in cutlass.range_constexpr(4):
-            rX = [self._x_pairs(x[i][word], x_factors[i][word // 2]) for i in range(2 * self.m_tiles)]
-            rW = [decode(w[i][word], w_factors[i][word // 2]) for i in range(self.n_tiles)]
+            rX = [self._x_pairs(x[i][word], x_factors[i][word // 2]) for i in range(2 * self.c.m_tiles)]
+            rW = [decode(w[i][word], w_factors[i][word // 2]) for i in range(self.c.n_tiles)]
             for i in cutlass.range_constexpr(0, 4, 2):  # pairs of a step along K
-                for m in cutlass.range_constexpr(self.m_tiles):
+                for m in cutlass.range_constexpr(self.c.m_tiles):
                     low, high = rX[2 * m], rX[2 * m + 1]
                     a = [Int32(pair) for pair in (low[i], high[i], low[i + 1], high[i + 1])]
-                    for n in cutlass.range_constexpr(self.n_tiles):
+                    for n in cutlass.range_constexpr(self.c.n_tiles):
                         b = [Int32(rW[n][i]), Int32(rW[n][i + 1])]
                         new = op.mma_m16n8k16(BFloat16, a, b, [rSum[j, n, m] for j in range(4)])
                         for j in cutlass.range_constexpr(4):

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from torch_attnkit.cuda.limits import LIMITS
 
 from ..problem import BLOCK
+from ..sm100.config import FEATURES, WEIGHT_ROWS
 
 K_TILE = 128  # elements of a row in one stage
 ROW_BYTES = K_TILE // 2
-WEIGHT_ROWS = 128  # of a work tile
-FEATURES = WEIGHT_ROWS // 2  # of h, of a work tile of the first GEMM: so many gate and so many up rows
 _MOST_STAGES = 6
 
 
@@ -29,6 +28,16 @@ class Config:
     @property
     def threads(self) -> int:
         return 32 * self.warps[0] * self.warps[1]
+
+    @property
+    def m_tiles(self) -> int:
+        """Of 16 tokens, of a warp."""
+        return self.tokens // self.warps[0] // 16
+
+    @property
+    def n_tiles(self) -> int:
+        """Of 8 rows of weights, of a warp."""
+        return self.n // self.warps[1] // 8
 
     @property
     def n(self) -> int:

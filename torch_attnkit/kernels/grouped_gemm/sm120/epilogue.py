@@ -20,44 +20,40 @@ from torch_attnkit.cuda.sm100.e2m1 import amax, e2m1_pairs
 from torch_attnkit.cuda.warp_ops import pack_e4m3
 
 from ..arguments import Flags, Matrices, Scalars, Tensors, global_scale_of
-from ..sm100.config import BITS, RESULT_WARPS, QuantizedRow
+from ..sm100.config import BITS, FEATURES, RESULT_WARPS, WEIGHT_ROWS, QuantizedRow
 from ..sm100.swiglu_quantize import plain, swiglu
 from ..sm100.topk_reduce import TopkReduce
 from ..work_tiles import WorkTile
-from .config import FEATURES, WEIGHT_ROWS, Config
+from .config import Config
 
 _GROUPS = 4  # of eight features, that a warp has
 
 
-class _Epilogue:
-    def __init__(self, config: Config):
-        self.c = config
-        self.m_tiles = config.tokens // config.warps[0] // 16  # of a warp
-        self.n_tiles = config.n // config.warps[1] // 8
-
-    def token(self, m: int, half: int) -> Int32:
-        """Of a work tile, that the lane has in tile m of 16."""
-        warp = cute.arch.warp_idx() & (self.c.warps[0] - 1)
-        return warp * (16 * self.m_tiles) + 16 * m + 8 * half + (cute.arch.lane_idx() >> 2)
-
-    def first(self, each: int) -> Int32:
-        """Of the warp's rows or features, of which every warp along them has ``each``."""
-        return (cute.arch.warp_idx() >> self.c.warps[0].bit_length() - 1) * each
-
-    @cute.jit
-    def bias(self, flags: Flags, weights: Matrices, expert: Int32, row: Int32):
-        """Of a row of weights, zero without."""
-        found = Float32(0.0)
-        if flags.bias != 0:
-            found = Float32(weights.bias[expert, cutlass.min(row, Int32(weights.packed.shape[1]) - 1)])
-        return found
+def token_of(config: Config, m: int, half: int) -> Int32:
+    """Of a work tile, that the lane has in tile m of 16."""
+    warp = cute.arch.warp_idx() & (config.warps[0] - 1)
+    return warp * (16 * config.m_tiles) + 16 * m + 8 * half + (cute.arch.lane_idx() >> 2)
 
 
-class SwigluEpilogue(_Epilogue):
+def first_of_warp(config: Config, each: int) -> Int32:
+    """Of the warp's rows or features, of which every warp along them has ``each``."""
+    return (cute.arch.warp_idx() >> config.warps[0].bit_length() - 1) * each
+
+
+@cute.jit
+def bias_of(flags: Flags, weights: Matrices, expert: Int32, row: Int32):
+    """Of a row of weights, zero without."""
+    found = Float32(0.0)
+    if flags.bias != 0:
+        found = Float32(weights.bias[expert, cutlass.min(row, Int32(weights.packed.shape[1]) - 1)])
+    return found
+
+
+class SwigluEpilogue:
     """h = swiglu(gate, up) of a work tile, as ``QuantizedRow`` has rows."""
 
     def __init__(self, config: Config):
-        super().__init__(config)
+        self.c = config
         self.scale_kind = Uint16 if config.format == "nvfp4" else Uint8  # of a warp's features of a token
 
     @cute.jit
@@ -73,12 +69,12 @@ class SwigluEpilogue(_Epilogue):
         simple: cutlass.Constexpr,
     ):  # fmt: skip
         lane, features = cute.arch.lane_idx(), Int32(tensors.up.packed.shape[1]) >> 1
-        base = tile.row * FEATURES + self.first(8 * _GROUPS)
+        base = tile.row * FEATURES + first_of_warp(self.c, 8 * _GROUPS)
         bias = self._biases(tensors, scalars, tile, base)
         global_scale = global_scale_of(scalars.down, tensors.down)
         behind = QuantizedRow(features, self.c.activations).code_bytes
         bits = const_expr(BITS[self.c.activations])
-        for m in cutlass.range_constexpr(self.m_tiles):
+        for m in cutlass.range_constexpr(self.c.m_tiles):
             for half in cutlass.range_constexpr(2):
                 h = []
                 for group in cutlass.range_constexpr(_GROUPS):
@@ -88,7 +84,7 @@ class SwigluEpilogue(_Epilogue):
                     )
                     h += [*swiglu(scalars, gate, up, simple)]
                 words, scales = self._quantized(h, global_scale)
-                token = self.token(m, half)
+                token = token_of(self.c, m, half)
                 row = tensors.h.iterator.toint() + Int64(tile.first + token) * tensors.h.stride[0] * 2
                 if token < tile.columns:
                     if base < features:
@@ -110,7 +106,7 @@ class SwigluEpilogue(_Epilogue):
                 for part in cutlass.range_constexpr(2):
                     apart = feature + part * (rows >> 1)
                     row = cutlass.select_(flags.interleaved != 0, 2 * feature + part, apart)
-                    found[part].append(self.bias(flags, tensors.up, tile.expert, Int32(row)))
+                    found[part].append(bias_of(flags, tensors.up, tile.expert, Int32(row)))
         return found
 
     def _quantized(self, h: list[Float32], global_scale: Float32) -> tuple[list[Int32], Int32]:
@@ -157,23 +153,23 @@ def _transposed(word: Int32) -> Int32:
     return permute_bytes(pairs, other, Int32(cutlass.select_(low, Int32(0x5410), Int32(0x3276))))
 
 
-class StoreEpilogue(_Epilogue):
+class StoreEpilogue:
     """y of a work tile, in float32 and in the order of ``h``; then the top-k reduction."""
 
     def __init__(self, config: Config):
-        super().__init__(config)
+        self.c = config
         self.reduce = TopkReduce(WEIGHT_ROWS, completed=True, any_warp=True)
 
     @cute.jit
     def run(self, tensors: Tensors, scalars: Scalars, rSum: cute.Tensor, tile: WorkTile, factor: Float32):
         features = Int32(tensors.down.packed.shape[1])
-        base = tile.row * WEIGHT_ROWS + self.first(8 * self.n_tiles) + (cute.arch.lane_idx() & 3) * 2
-        for n in cutlass.range_constexpr(self.n_tiles):
+        base = tile.row * WEIGHT_ROWS + first_of_warp(self.c, 8 * self.c.n_tiles) + (cute.arch.lane_idx() & 3) * 2
+        for n in cutlass.range_constexpr(self.c.n_tiles):
             feature = base + 8 * n
-            bias = [self.bias(scalars.down, tensors.down, tile.expert, feature + j) for j in range(2)]
-            for m in cutlass.range_constexpr(self.m_tiles):
+            bias = [bias_of(scalars.down, tensors.down, tile.expert, feature + j) for j in range(2)]
+            for m in cutlass.range_constexpr(self.c.m_tiles):
                 for half in cutlass.range_constexpr(2):
-                    token = self.token(m, half)
+                    token = token_of(self.c, m, half)
                     if (token < tile.columns) & (feature < features):
                         rY = cute.make_rmem_tensor(2, Float32)
                         for j in cutlass.range_constexpr(2):

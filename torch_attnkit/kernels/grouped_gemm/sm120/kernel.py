@@ -32,12 +32,12 @@ from torch_attnkit.cuda import warp_ops as op
 
 from ..arguments import Flags, Matrices, Scalars, Tensors, arguments
 from ..sm90.load_weights import ScaleLoader, weight_row
-from ..sm100.config import QuantizedRow, by_scale
+from ..sm100.config import WEIGHT_ROWS, QuantizedRow, by_scale
 from ..sm100.epilogue import factor_of
 from ..sm100.kernel import Experts
 from ..sm100.permute import SortAndQuantize
 from ..work_tiles import WorkTile
-from .config import ROW_BYTES, WEIGHT_ROWS, Config
+from .config import ROW_BYTES, Config
 from .epilogue import StoreEpilogue, SwigluEpilogue
 from .mainloop import BlockScaledMainloop, Mxfp8Mainloop
 from .plan import ALIGNMENT
@@ -101,7 +101,7 @@ class BlockScaledGemm:
             self.read_scales(flags, weights, tile, starts, warp, held)
         for k in cutlass.range(stages - 1, unroll=1):
             self.load(flags, weights, tile, sources, starts, held, k, steps, ring, warp)
-        rSum = cute.make_rmem_tensor(cute.make_layout((4, self.mainloop.n_tiles, self.mainloop.m_tiles)), Float32)
+        rSum = cute.make_rmem_tensor(cute.make_layout((4, c.n_tiles, c.m_tiles)), Float32)
         rSum.fill(0.0)
         own = self.mainloop.offsets()
         for k in cutlass.range(steps, unroll=1):

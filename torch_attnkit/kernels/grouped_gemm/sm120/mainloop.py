@@ -41,16 +41,31 @@ def first_rows(config: Any) -> tuple[Int32, Int32]:
     )
 
 
+def scale_offsets(config: Any) -> list[Int32]:
+    """In a stage, of the word of scales that a lane has first: of tokens, and of weights. Of fewer than 32 rows some
+    lanes have the same."""
+    c, lane = config, cute.arch.lane_idx()
+    rows = c.m_tiles * 16, c.n_tiles * 8
+    return [
+        c.scales_at + (first + ((lane & 3) * 8 + (lane >> 2)) % min(count, 32)) * c.scale_bytes
+        for first, count in zip(first_rows(c), rows, strict=True)
+    ]
+
+
+def load_scales(config: Any, at: Int32, rows: int) -> list[cute.Tensor]:
+    """The lane's words of every 32 rows."""
+    c = config
+    return [load_words(at + 32 * i * c.scale_bytes, c.scale_bytes // 4) for i in range(-(-rows // 32))]
+
+
 class BlockScaledMainloop:
-    """Of ``config`` it takes ``format``, ``tokens`` and ``n`` of a work tile, ``warps`` along both, ``scales_at`` in a
-    stage, and ``scale_bytes`` of a row there."""
+    """FP4 by FP4. Of ``config`` it takes ``format``, ``tokens`` and ``n`` of a work tile, ``warps`` along both,
+    ``m_tiles`` and ``n_tiles`` of a warp, ``scales_at`` in a stage, and ``scale_bytes`` of a row there."""
 
     output_scale = 1.0
 
     def __init__(self, config: Any):
         self.c, self.format = config, scaled.FORMATS[config.format]
-        self.m_tiles = config.tokens // config.warps[0] // 16  # of a warp
-        self.n_tiles = config.n // config.warps[1] // 8
 
     def offsets(self) -> Offsets:
         """Of this lane."""
@@ -64,24 +79,21 @@ class BlockScaledMainloop:
         return Offsets(
             [x_row * ROW_BYTES + ((2 * k + (lane >> 4)) ^ swizzle) * 16 for k in range(_STEPS)],
             [w_row * ROW_BYTES + ((2 * k + ((lane >> 3) & 1)) ^ swizzle) * 16 for k in range(_STEPS)],
-            *(
-                c.scales_at + (first + ((lane & 3) * 8 + (lane >> 2)) % min(rows, 32)) * c.scale_bytes
-                for first, rows in ((x_first, self.m_tiles * 16), (w_first, self.n_tiles * 8))
-            ),
+            *scale_offsets(c),
         )
 
     @cute.jit
     def multiply(self, rSum: cute.Tensor, stage: Int32, own: Offsets):
         """Add this warp's part of the products of a stage."""
-        x_scales = self.scales(stage + own.x_scales, self.m_tiles * 16)
-        w_scales = self.scales(stage + own.w_scales, self.n_tiles * 8)
+        x_scales = load_scales(self.c, stage + own.x_scales, self.c.m_tiles * 16)
+        w_scales = load_scales(self.c, stage + own.w_scales, self.c.n_tiles * 8)
         for k in cutlass.range_constexpr(_STEPS):
             x, w = stage + own.x[k], stage + own.w[k]
-            rX = [op.ldmatrix_x4(x + 16 * m * ROW_BYTES) for m in range(self.m_tiles)]
-            rW = [op.ldmatrix_x4(w + 16 * n * ROW_BYTES) for n in range(self.n_tiles // 2)]
+            rX = [op.ldmatrix_x4(x + 16 * m * ROW_BYTES) for m in range(self.c.m_tiles)]
+            rW = [op.ldmatrix_x4(w + 16 * n * ROW_BYTES) for n in range(self.c.n_tiles // 2)]
             at = const_expr(k * self.format.scale_bytes)  # in a row's scales of the stage
-            for m in cutlass.range_constexpr(self.m_tiles):
-                for n in cutlass.range_constexpr(self.n_tiles):
+            for m in cutlass.range_constexpr(self.c.m_tiles):
+                for n in cutlass.range_constexpr(self.c.n_tiles):
                     words = x_scales[m // scaled.A_TILES][at // 4], w_scales[n // scaled.B_TILES][at // 4]
                     new = scaled.mma(
                         self.format, rX[m], rW[n // 2][2 * (n % 2) : 2 * (n % 2) + 2],
@@ -90,54 +102,46 @@ class BlockScaledMainloop:
                     for i in cutlass.range_constexpr(4):
                         rSum[i, n, m] = new[i]
 
-    def scales(self, at: Int32, rows: int) -> list[cute.Tensor]:
-        """The lane's words of every 32 rows; of fewer rows some lanes have the same."""
-        c = self.c
-        return [load_words(at + 32 * i * c.scale_bytes, c.scale_bytes // 4) for i in range(-(-rows // 32))]
 
-
-class Mxfp8Mainloop(BlockScaledMainloop):
+class Mxfp8Mainloop:
     """E4M3 by FP4, which becomes bytes in registers. Of 32 elements of a token those at even places come first, so that
-    a word of codes is operand B as it lies: its low halves are elements of the first 16 of K, its high halves of the
-    others."""
+    a word of codes is operand B as it lies: the low halves of its bytes are of the first 16 of K, the high ones of the
+    others. Of ``config`` it takes ``weights_at`` and ``token_bytes`` besides."""
 
     def __init__(self, config: Any):
-        super().__init__(config)
-        self.format = scaled.FORMATS["mxfp8"]
+        self.c, self.format = config, scaled.FORMATS["mxfp8"]
 
     def offsets(self) -> Offsets:
-        """Of this lane: of x by pairs of steps, of weights too, whose chunks of 16 bytes are a step each."""
+        """Of this lane: of x for each of four steps; of weights for two, whose codes are chunks of 16 bytes."""
         c, lane = self.c, cute.arch.lane_idx()
         x_first, w_first = first_rows(c)
         x_row = x_first + ((lane >> 3) & 1) * 8 + (lane & 7)
         w_row = w_first - c.tokens + (lane >> 4) * 8 + (lane & 7)
-        given = super().offsets()
         return Offsets(
             [x_row * c.token_bytes + ((2 * k + (lane >> 4)) ^ (lane & 7)) * 16 for k in range(K_TILE // 32)],
             [
                 c.weights_at + w_row * ROW_BYTES + ((2 * k + ((lane >> 3) & 1)) ^ ((lane >> 1) & 3)) * 16
                 for k in range(K_TILE // 64)
             ],
-            given.x_scales,
-            given.w_scales,
+            *scale_offsets(c),
         )
 
     @cute.jit
     def multiply(self, rSum: cute.Tensor, stage: Int32, own: Offsets):
         """Add this warp's part of the products of a stage."""
-        x_scales = self.scales(stage + own.x_scales, self.m_tiles * 16)
-        w_scales = self.scales(stage + own.w_scales, self.n_tiles * 8)
+        x_scales = load_scales(self.c, stage + own.x_scales, self.c.m_tiles * 16)
+        w_scales = load_scales(self.c, stage + own.w_scales, self.c.n_tiles * 8)
         for pair in cutlass.range_constexpr(K_TILE // 64):
             w = stage + own.w[pair]
-            rW = [op.ldmatrix_x4(w + 16 * n * ROW_BYTES) for n in range(self.n_tiles // 2)]
+            rW = [op.ldmatrix_x4(w + 16 * n * ROW_BYTES) for n in range(self.c.n_tiles // 2)]
             for half in cutlass.range_constexpr(2):
                 k = const_expr(2 * pair + half)
                 x = stage + own.x[k]
-                rX = [op.ldmatrix_x4(x + 16 * m * self.c.token_bytes) for m in range(self.m_tiles)]
-                for n in cutlass.range_constexpr(self.n_tiles):
+                rX = [op.ldmatrix_x4(x + 16 * m * self.c.token_bytes) for m in range(self.c.m_tiles)]
+                for n in cutlass.range_constexpr(self.c.n_tiles):
                     word = Int32(rW[n // 2][2 * (n % 2) + half])
                     b = [(word << 2) & _FP4_BITS, (word >> 2) & _FP4_BITS]
-                    for m in cutlass.range_constexpr(self.m_tiles):
+                    for m in cutlass.range_constexpr(self.c.m_tiles):
                         words = x_scales[m // scaled.A_TILES][0], w_scales[n // scaled.B_TILES][0]
                         new = scaled.mma(
                             self.format, rX[m], b, [rSum[i, n, m] for i in range(4)], words,

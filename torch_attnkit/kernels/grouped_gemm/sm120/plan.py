@@ -12,9 +12,8 @@ from ..problem import BLOCK, Problem, Weights, experts_compiled
 from ..sm90 import plan as hopper
 from ..sm90.config import SHARED_SMALL
 from ..sm100 import plan as blackwell
-from ..sm100.config import WEIGHT_ROWS as OTHER_ROWS
 from ..sm100.config import QuantizedRow, by_scale, tag_bytes
-from .config import K_TILE, WEIGHT_ROWS
+from .config import K_TILE
 
 ALIGNMENT = 16  # bytes at whose multiples packed rows start and end
 # Slots an expert from which on products are block-scaled. Below, memory bounds the kernel that decodes, too: a
@@ -60,6 +59,3 @@ def _vector(p: Problem, weights: Weights) -> int:
     if p.scale_layout != "linear":
         return math.gcd(4, *steps)
     return math.gcd(K_TILE // BLOCK[p.format], weights.columns // BLOCK[p.format], *steps)
-
-
-assert WEIGHT_ROWS == OTHER_ROWS  # as ``tag_bytes`` counts tiles of features
