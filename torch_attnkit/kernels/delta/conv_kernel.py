@@ -1,11 +1,12 @@
 """Device side of causal_conv1d: a depthwise convolution over packed sequences, one launch.
 
-    CTA (128 vectors of channels, sequence, run)   each thread a vector of channels: runs of 16 tokens, every so many
+    CTA (128 vectors of channels, sequence, run)   each thread a vector of channels: runs of tokens, every so many
 
 A thread loads the tokens of a run, all at a time, and those of the W - 1 before it, from x or from the state. The one
 that has a sequence's first run reads the state and leaves the new one, from x: nobody else reads or writes it. One more
 sequence, the tokens behind the last, and sequences without a slot get zeros. Memory bounds it: x is read once and
-out written once.
+out written once; in a decode step a state once each way. Weights and states whose channels lie one behind the other
+(``packed``) come in vectors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch_attnkit.cuda import copies, fake, pdl
 from torch_attnkit.cuda.warp_ops import LOG2_E, exp2, fma
 
-from .problem import RUN
-
 _THREADS = 128
 
 
@@ -30,10 +29,11 @@ def _silu(x: Float32) -> Float32:
 
 
 class _Conv:
-    """``vector``: channels of a thread."""
+    """``vector``: channels of a thread; ``length``: tokens of a run; ``packed``: of weights, and of states."""
 
-    def __init__(self, width: int, columns: int, vector: int, silu: bool):
+    def __init__(self, width: int, columns: int, vector: int, length: int, packed: tuple[bool, bool], silu: bool):
         self.width, self.columns, self.vector, self.silu = width, columns, vector, silu
+        self.length, self.packed = length, packed
 
     @cute.jit
     def __call__(
@@ -73,14 +73,15 @@ class _Conv:
         tokens = last - first
         if channel < Int32(mX.shape[1]):
             if (slot >= 0) & (slot < Int32(mState.shape[0])):
-                weights = [self.small(mWeight, channel, i) for i in range(self.width)]
+                weights = self.columns_of(mWeight, channel, self.width, self.packed[0])
                 rBias = cute.make_rmem_tensor(self.vector, Float32)
                 rBias.fill(0.0)
                 if const_expr(mBias is not None):
                     for j in cutlass.range_constexpr(self.vector):
                         rBias[j] = Float32(mBias[channel + j])
-                for run in cutlass.range(part, (tokens + (RUN - 1)) // RUN, runs, unroll=1):
-                    self.run(mX, mState, mOut, (first, tokens, run * RUN), (slot, begun), channel, weights, rBias)
+                for run in cutlass.range(part, (tokens + (self.length - 1)) // self.length, runs, unroll=1):
+                    span = first, tokens, run * self.length
+                    self.run(mX, mState, mOut, span, (slot, begun), channel, weights, rBias)
             else:
                 zeros = cute.make_rmem_tensor(self.vector, mOut.element_type)
                 zeros.fill(0.0)
@@ -94,7 +95,7 @@ class _Conv:
     ):  # fmt: skip
         """``span``: the sequence's first token, how many it has, and of those the run's first."""
         first, tokens, begin = span
-        rows = [self.load(mX, first + cutlass.min(begin + i, tokens - 1), channel) for i in range(RUN)]
+        rows = [self.load(mX, first + cutlass.min(begin + i, tokens - 1), channel) for i in range(self.length)]
         before = copies.fragments(self.width - 1, self.vector, Float32)
         if begin > 0:
             for i in cutlass.range_constexpr(self.width - 1):
@@ -102,7 +103,7 @@ class _Conv:
         else:
             self.replace_state(mX, mState, before, (first, tokens), held, channel)
         given = [*before, *rows]
-        for i in cutlass.range_constexpr(RUN):
+        for i in cutlass.range_constexpr(self.length):
             if begin + i < tokens:
                 result = cute.make_rmem_tensor(self.vector, mOut.element_type)
                 for j in cutlass.range_constexpr(self.vector):
@@ -118,33 +119,57 @@ class _Conv:
     ):
         """Tokens before the first to ``before``; the last ones of the sequence, or of its state, to the state."""
         (first, tokens), (slot, begun) = span, held
+        state = cute.make_tensor(
+            mState.iterator + Int64(slot) * mState.stride[0],
+            cute.make_layout((mState.shape[1], self.columns), stride=(mState.stride[1], mState.stride[2])),
+        )
         old = copies.fragments(self.columns, self.vector, Float32)
         for i in cutlass.range_constexpr(self.columns):
             old[i].fill(0.0)
-            if begun != 0:
-                for j in cutlass.range_constexpr(self.vector):
-                    old[i][j] = Float32(mState[slot, channel + j, i])
+        if begun != 0:
+            for i, column in enumerate(self.columns_of(state, channel, self.columns, self.packed[1])):
+                old[i].store(column.load())
         for i in cutlass.range_constexpr(self.width - 1):
             before[i].store(old[self.columns - (self.width - 1) + i].load())
+        kept = copies.fragments(self.columns, self.vector, Float32)
         for i in cutlass.range_constexpr(self.columns):
-            new = cute.make_rmem_tensor(self.vector, Float32)
             token = tokens - self.columns + i
             if token >= 0:
-                new.store(self.load(mX, first + token, channel).load())
+                kept[i].store(self.load(mX, first + token, channel).load())
             else:
                 # What was there moves up by the number of tokens, of which there are fewer than columns.
                 for n in cutlass.range_constexpr(1, self.columns - i):
                     if tokens == n:
-                        new.store(old[i + n].load())
-            for j in cutlass.range_constexpr(self.vector):
-                mState[slot, channel + j, i] = new[j].to(mState.element_type)
+                        kept[i].store(old[i + n].load())
+        self.store_columns(kept, state, channel)
 
-    def small(self, mWeight: cute.Tensor, channel: Int32, i: int) -> cute.Tensor:
-        """A column of the weights for this thread's channels."""
-        found = cute.make_rmem_tensor(self.vector, Float32)
-        for j in range(self.vector):
-            found[j] = Float32(mWeight[channel + j, i])
+    def columns_of(self, tensor: cute.Tensor, channel: Int32, count: int, packed: bool) -> list[cute.Tensor]:
+        """The columns of this thread's channels of (C, count) in float32."""
+        found = copies.fragments(count, self.vector, Float32)
+        if packed:
+            parts = copies.fragments(count, self.vector, tensor.element_type)
+            for i, part in enumerate(parts):
+                copies.load(tensor.iterator + (channel * count + i * self.vector), part)
+            for e in range(count * self.vector):
+                found[e % count][e // count] = Float32(parts[e // self.vector][e % self.vector])
+        else:
+            for i, column in enumerate(found):
+                for j in range(self.vector):
+                    column[j] = Float32(tensor[channel + j, i])
         return found
+
+    def store_columns(self, columns: list[cute.Tensor], tensor: cute.Tensor, channel: Int32) -> None:
+        count = len(columns)
+        parts = copies.fragments(count, self.vector, tensor.element_type)
+        for e in range(count * self.vector):
+            parts[e // self.vector][e % self.vector] = columns[e % count][e // count].to(tensor.element_type)
+        for i, part in enumerate(parts):
+            if self.packed[1]:
+                copies.store(part, tensor.iterator + (channel * count + i * self.vector))
+            else:
+                for j in range(self.vector):
+                    e = i * self.vector + j
+                    tensor[channel + e // count, e % count] = part[j]
 
     def at(self, tensor: cute.Tensor, token: Int32, channel: Int32) -> Any:
         return tensor.iterator + (Int64(token) * tensor.stride[0] + channel)
@@ -158,7 +183,16 @@ class _Conv:
 
 
 def trace(
-    arch: str, dtype: str, width: int, columns: int, vector: int, silu: bool, bias: bool, past: bool
+    arch: str,
+    dtype: str,
+    width: int,
+    columns: int,
+    vector: int,
+    length: int,
+    packed: tuple[bool, bool],
+    silu: bool,
+    bias: bool,
+    past: bool,
 ) -> tuple[Any, list[Any]]:
     tokens, C, B = (fake.dim32() for _ in range(3))
     size = fake.dtype(dtype).width // 8
@@ -169,14 +203,19 @@ def trace(
     def ids(*shape: Any) -> Any:
         return fake.tensor("i32", shape, (None,), align=4)
 
+    def small(count: int, packed: bool, shape: tuple, outer: tuple) -> Any:
+        if packed:
+            return fake.tensor(dtype, shape, (*outer, count, 1), align=vector * size)
+        return fake.tensor(dtype, shape, (None,) * len(shape), align=size)
+
     arguments = [
         rows(),
-        fake.tensor(dtype, (C, width), (None, None), align=size),
-        fake.tensor(dtype, (fake.dim32(), C, columns), (None, None, None), align=size),
+        small(width, packed[0], (C, width), ()),
+        small(columns, packed[1], (fake.dim32(), C, columns), (fake.dim(vector),)),
         (ids(fake.dim32()), ids(B), ids(B) if past else None),
         fake.tensor(dtype, (C,), (None,), align=size) if bias else None,
         rows(),
         Int32(1),
         fake.stream(),
     ]
-    return _Conv(width, columns, vector, silu), arguments
+    return _Conv(width, columns, vector, length, packed, silu), arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -95,22 +96,28 @@ def conv(problem: ConvProblem, target: Target) -> Callable[[ConvOperands], None]
     if p.empty:
         return lambda operands: None
     even = p.channels % CHANNELS == 0 and p.steps[0] % CHANNELS == 0
+    packed = (
+        even and p.steps[2:4] == (p.width, 1),
+        even and p.steps[5:7] == (p.columns, 1) and p.steps[4] % CHANNELS == 0,
+    )
     odd = CHANNELS * p.dtype.itemsize - 1
 
-    def compiled(vector: int) -> Callable[..., None]:
+    @functools.cache
+    def compiled(vector: int, packed: tuple[bool, bool]) -> Callable[..., None]:
         return compile.launcher(
             target, p.device, trace_conv, dtype=short(p.dtype), width=p.width, columns=p.columns, vector=vector,
-            silu=p.silu, bias=p.bias, past=p.past,
+            length=p.run, packed=packed, silu=p.silu, bias=p.bias, past=p.past,
         )  # fmt: skip
 
-    launches = {CHANNELS if even else 1: compiled(CHANNELS if even else 1)}
+    compiled(CHANNELS if even else 1, packed)
 
     def launch(o: ConvOperands) -> None:
-        width = CHANNELS if even and not (o.x.data_ptr() | o.out.data_ptr()) & odd else 1
-        if width not in launches:
-            launches[width] = compiled(width)
+        wide = even and not (o.x.data_ptr() | o.out.data_ptr()) & odd
+        whole = tuple(
+            wide and lies and not t.data_ptr() & odd for lies, t in zip(packed, (o.weight, o.conv_state), strict=True)
+        )
         sequences = o.cu_seqlens, o.state_index, o.past
-        launches[width](o.x, o.weight, o.conv_state, sequences, o.bias, o.out, p.runs)
+        compiled(CHANNELS if wide else 1, whole)(o.x, o.weight, o.conv_state, sequences, o.bias, o.out, p.runs)
 
     return launch
 

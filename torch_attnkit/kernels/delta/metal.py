@@ -10,7 +10,7 @@ from torch_attnkit.core.target import Target
 from torch_attnkit.mps import launch as metal
 from torch_attnkit.mps import library
 
-from .problem import RUN, ConvOperands, ConvProblem, RuleOperands, RuleProblem, StepOperands, StepProblem
+from .problem import ConvOperands, ConvProblem, RuleOperands, RuleProblem, StepOperands, StepProblem
 
 VECTOR = 16  # channels of a key's head that the four lanes of a row have at a time
 _ROWS = 8  # of a simdgroup
@@ -80,7 +80,7 @@ def conv(source: str, problem: ConvProblem, target: Target) -> Callable[[ConvOpe
     if p.empty:
         return lambda operands: None
     built = library.load(
-        source, target, TYPE=p.dtype, TAPS=p.width, COLUMNS=p.columns, RUN=RUN, SILU=p.silu, BIAS=p.bias
+        source, target, TYPE=p.dtype, TAPS=p.width, COLUMNS=p.columns, RUN=p.run, SILU=p.silu, BIAS=p.bias
     )
     simds = min(_SIMDGROUPS, metal.most_simdgroups(built, source))
     shape = [p.tokens, p.channels, p.batch, p.slots, int(p.past), *p.steps, p.past_step, p.bias_step]

@@ -11,7 +11,7 @@ VECTOR = 4  # elements of q, k and the state that a lane loads at once
 WIDTHS = (2, 3, 4)  # tokens of a sum of the convolution
 MOST_COLUMNS = 12  # tokens of a state of it
 ACTIVATIONS = ("silu", "none")
-RUN = 16  # tokens of the convolution that a thread has in flight
+_RUNS = (4, 16)  # tokens of the convolution that a thread has in flight, of steps and of prompts; no fewer than W - 1
 _MOST_RUNS = 256  # CTAs of a sequence and its channels
 
 
@@ -131,9 +131,14 @@ class ConvProblem:
         return self.tokens * self.channels == 0
 
     @property
+    def run(self) -> int:
+        """Tokens of a run, were all sequences as long."""
+        return next((run for run in _RUNS if self.tokens <= run * self.batch), _RUNS[-1])
+
+    @property
     def runs(self) -> int:
-        """CTAs that share a sequence's runs of tokens, were all sequences as long."""
-        return max(1, min(_MOST_RUNS, -(-self.tokens // (RUN * max(self.batch, 1)))))
+        """CTAs that share a sequence's runs, were all sequences as long."""
+        return max(1, min(_MOST_RUNS, -(-self.tokens // (self.run * max(self.batch, 1)))))
 
 
 class ConvOperands(NamedTuple):

@@ -10,12 +10,13 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle import sampling
 
-# Lengths beside the borders of runs of tokens (16). past=1: every other sequence begins anew, in a slot of garbage;
+# Lengths beside the borders of runs of 4 and 16 tokens. past=1: every other sequence begins anew, in a slot of garbage;
 # absent: every so many sequences have no slot; tail: tokens behind the last sequence; view=1: x is columns of a wider
-# tensor; none=1: no activation.
+# tensor, wide=1: states are; none=1: no activation.
 PARITY = {
     "qwen": dict(lengths=(40, 3), C=136, W=4, Ws=4, past=1),
     "steps": dict(lengths=(1, 1, 1, 1), C=64, W=4, Ws=3, absent=3),
+    "drafts": dict(lengths=(4, 1, 0, 9), C=72, W=4, Ws=6, past=1, wide=1),
     "borders": dict(lengths=(16, 0, 17, 2, 33), C=24, W=3, Ws=5, past=1, tail=3, view=1),
     "two": dict(lengths=(20, 1), C=19, W=2, Ws=1, none=1),
 }
@@ -49,7 +50,7 @@ def made(dims: dict[str, Any], gen: torch.Generator, model: Any) -> tuple[tuple[
     x, weight = model(randn(tokens, C + more))[:, more:], model(randn(C, W))
     bias = model(randn(C)) if dims.get("bias") else None
     index = torch.randperm(B + 2, generator=gen)[:B].int()
-    state = model(randn(B + 2, C, Ws))
+    state = model(randn(B + 2, C, Ws + dims.get("wide", 0)))[:, :, dims.get("wide", 0) :]
     past = None
     if dims.get("past"):
         past = torch.arange(B, dtype=torch.int32) % 2 * 7
@@ -78,7 +79,7 @@ def sample(d: sampling.Sampler, row: Kernel) -> sampling.Facts:
         none=k.choice((0, 0, 1)), bias=k.choice(("", "1")), past=k.choice((0, 1)),
     )  # fmt: skip
     facts |= dict(Ws=facts["W"] - 1 + k.choice((0, 1, 3)), C=d.size(300), absent=d.pick((0, 0, 1, 2, 3)))
-    facts |= dict(tail=d.pick((0, 0, 3)), view=d.pick((0, 0, 1)))
+    facts |= dict(tail=d.pick((0, 0, 3)), view=d.pick((0, 0, 1)), wide=d.pick((0, 0, 1)))
     B = 0 if d.sometimes(0.02) else d.pick((1, 1, 2, 3, 5))
     facts |= dict(len_q=d.ragged(B, d.size(100)) if B else "")
     return facts | {"seed": d.call.randrange(1 << 30), "x.at": d.layout(2), "state_index.at": d.layout(1)}

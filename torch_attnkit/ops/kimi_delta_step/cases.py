@@ -97,5 +97,8 @@ def generate(f: sampling.Facts, gen: torch.Generator) -> tuple[tuple[Any, ...], 
     dims = {"n": 1, "H": 1, "decay": 1} | {k: v for k, v in f.items() if isinstance(v, int)}
     gate = f["dtype"] if f.get("t_gates") else "f32"
     args, scalars = made(dims, gen, lambda t: sampling.cast(t, f["dtype"]), lambda t: sampling.cast(t, gate))
-    ids = DTYPES[f["ids"]]
-    return (*args[:8], args[8].to(ids), None if args[9] is None else args[9].to(ids)), scalars
+    key, ids = args[1], DTYPES[f["ids"]]
+    if dims.get("plain"):  # about of length 1: longer keys make errors grow from token to token
+        key = key * dims["K"] ** -0.5
+    index, accepted = args[8].to(ids), None if args[9] is None else args[9].to(ids)
+    return (args[0], key, *args[2:8], index, accepted), scalars
