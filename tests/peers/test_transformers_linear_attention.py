@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import torch_attnkit
@@ -124,6 +126,37 @@ def test_the_cache_keeps_its_tensor_and_a_step_changes_it(family):
         assert new is state and not torch.equal(new, old)
 
 
+class _Launches(TorchDispatchMode):
+    """Counts the ops of torch that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            self.counts[func.name().partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.simulator
+@torch.no_grad()
+def test_the_second_step_of_a_layer_is_three_launches_and_products():
+    needs("metal")
+    theirs, ours = pair("qwen3_5")
+    x, found = torch.randn(3, 9, 64), []
+    last = x[:, 8:].clone()  # of rows that lie apart the library makes batches
+    for model, where in ((theirs, "cpu"), (ours, "metal")):
+        layer, cache = modules(model, "GatedDeltaNet")[0], DynamicCache(config=model.config)
+        with on(where):
+            rows = [layer(part, cache_params=cache) for part in (x[:, :7], x[:, 7:8])]
+            with _Launches() as launches:
+                rows.append(layer(last, cache_params=cache))
+        found.append(torch.cat(rows, 1))
+    assert launches.counts == {"mm": 5, "causal_conv1d": 1, "gated_delta_step": 1, "gated_rmsnorm": 1}
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_of_published_sizes_are_among_those_compiled_ahead(dtype, monkeypatch):
     for function in ("_has_kernel", "has_row"):
@@ -138,7 +171,7 @@ def test_kernels_of_published_sizes_are_among_those_compiled_ahead(dtype, monkey
     found = {request for request in asked.kernels if request.family == "delta"}
     named, ops = models.named(["qwen3.5-9b"]), ("causal_conv1d", "gated_delta_rule", "gated_delta_step")
     ahead = [warmup.served("sm90", named, (name,), op) for op in ops]
-    assert len(found) == 3 and found <= {request for requests in ahead for request in requests}
+    assert len(found) == 4 and found <= {request for requests in ahead for request in requests}
 
 
 @pytest.mark.parametrize("why", ["training", "three tokens", "a recorded past", "a hook on the convolution"])

@@ -52,8 +52,7 @@ class _GatedDeltaNet:
             return out
         x = self.attnkit_module.apply_mask_to_padding_states(hidden_states, attention_mask)
         qkv, z, b, a = self._attnkit_projections(x)
-        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
-        slots = torch.arange(batch, dtype=torch.int32, device=x.device)
+        offsets, slots = _spans(cache_params, batch, length, x.device)
         if self._attnkit_convolves(qkv, kept[0]):
             qkv = self._attnkit_op_convolution(qkv, cache_params, kept[0], (offsets, slots))
         else:
@@ -180,6 +179,21 @@ def _row(arch: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> boo
     ids = torch.zeros(2, dtype=torch.int32)
     call = op.bind((key, key, value, gate, gate, torch.empty(1, Hv, V, K), ids, ids[:1], None, None, True, 1e-6))
     return any(arch in row.archs and row.refusal(call) is None for row in op.kernels)
+
+
+def _spans(cache: Any, batch: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets of sequences of one length, and slots 0 to batch - 1. The cache keeps the last ones: all layers of a
+    step, and the next step, ask for the same. What a CUDA graph is about to fill is not kept."""
+    asked, keeps = (batch, length, device), cache is not None and not torch.compiler.is_compiling()
+    kept = getattr(cache, "attnkit_spans", None) if keeps else None
+    if kept is not None and kept[0] == asked:
+        found: tuple[torch.Tensor, torch.Tensor] = kept[1]
+        return found
+    offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+    slots = torch.arange(batch, dtype=torch.int32, device=device)
+    if keeps and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        cache.attnkit_spans = asked, (offsets, slots)
+    return offsets, slots
 
 
 def _lay(cache: Any, layer_idx: int) -> None:
