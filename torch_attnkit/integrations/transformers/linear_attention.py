@@ -211,9 +211,15 @@ class _Next(_GatedDeltaNet):
     attnkit_module = modeling_qwen3_next
 
     def _attnkit_projections(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k and v side by side, z, b and a."""
-        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
-        return torch.cat([part.flatten(2) for part in (q, k, v)], 2), z, b, a
+        """q, k and v side by side, z, b and a. The products have those of a key head side by side."""
+        Hk, K, values = self.num_k_heads, self.head_k_dim, self.value_dim // self.num_k_heads
+        mixed = self.in_proj_qkvz(x).unflatten(2, (Hk, -1))  # (B, T, Hk, 2 K + 2 values)
+        qkv = mixed.new_empty(*x.shape[:2], 2 * self.key_dim + self.value_dim)
+        qk, v = qkv.split((2 * self.key_dim, self.value_dim), 2)
+        qk.unflatten(2, (2, Hk, K)).copy_(mixed[..., : 2 * K].unflatten(3, (2, K)).transpose(2, 3))
+        v.unflatten(2, (Hk, values)).copy_(mixed[..., 2 * K : 2 * K + values])
+        gates = self.in_proj_ba(x).unflatten(2, (Hk, 2, -1)).transpose(2, 3).flatten(3)  # (B, T, 2, Hv)
+        return qkv, mixed[..., 2 * K + values :], *gates.unbind(2)
 
 
 class _Apart(_GatedDeltaNet):
