@@ -162,6 +162,17 @@ def test_the_second_step_of_a_layer_is_three_launches_and_products(family, other
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
 
 
+def test_slots_of_a_step_stay_where_they_are_whatever_comes_between():
+    """A CUDA graph of a step reads them in every replay."""
+    cache, device = SimpleNamespace(), torch.device("cpu")
+    first = linear_attention._spans(cache, 3, 1, device)
+    for batch, length in ((2, 1), (3, 7), (1, 1)):
+        offsets, slots = linear_attention._spans(cache, batch, length, device)
+        assert offsets.tolist() == [length * b for b in range(batch + 1)] and slots.tolist() == [*range(batch)]
+    assert all(a is b for a, b in zip(linear_attention._spans(cache, 3, 1, device), first, strict=True))
+    assert linear_attention._spans(None, 3, 1, device)[0].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_of_published_sizes_are_among_those_compiled_ahead(dtype, monkeypatch):
     for function in ("_has_kernel", "has_row"):

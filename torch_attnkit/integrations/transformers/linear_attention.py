@@ -182,17 +182,16 @@ def _row(arch: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> boo
 
 
 def _spans(cache: Any, batch: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets of sequences of one length, and slots 0 to batch - 1. The cache keeps the last ones: all layers of a
-    step, and the next step, ask for the same. What a CUDA graph is about to fill is not kept."""
-    asked, keeps = (batch, length, device), cache is not None and not torch.compiler.is_compiling()
-    kept = getattr(cache, "attnkit_spans", None) if keeps else None
-    if kept is not None and kept[0] == asked:
-        found: tuple[torch.Tensor, torch.Tensor] = kept[1]
-        return found
+    """Offsets of sequences of one length, and slots 0 to batch - 1. The cache keeps those of a step, for all layers and
+    later steps, as long as it lives: CUDA graphs read them. What a graph is about to fill is not kept."""
+    keeps = cache is not None and length == 1 and not torch.compiler.is_compiling()
+    kept: dict[Any, tuple[torch.Tensor, torch.Tensor]] = vars(cache).setdefault("attnkit_spans", {}) if keeps else {}
+    if (batch, device) in kept:
+        return kept[batch, device]
     offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
     slots = torch.arange(batch, dtype=torch.int32, device=device)
-    if keeps and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        cache.attnkit_spans = asked, (offsets, slots)
+    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        kept[batch, device] = offsets, slots
     return offsets, slots
 
 
