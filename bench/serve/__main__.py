@@ -4,10 +4,13 @@ Models have the widths and vocabularies that were published, and weights drawn b
 no network are needed, only vLLM 0.32 beside this tree. Every case runs in a process of its own, on the same weights and
 prompts; records, logs and configurations lie in ``--out``.
 
-    vllm                vLLM's own choice: FlashAttention, and Triton's kernels for MXFP4 experts
-    attnkit             attention by CUSTOM, and MXFP4 experts by --quantization attnkit_mxfp4
-    attnkit-attention   attention by CUSTOM, experts as vLLM has them (GPT-OSS)
+    vllm                vLLM's own choice: FlashAttention, and Triton's kernels for MXFP4 experts, Marlin for NVFP4
+    attnkit             attention by CUSTOM, and FP4 experts by --quantization attnkit_mxfp4 or attnkit_nvfp4
+    attnkit-attention   attention by CUSTOM, experts as vLLM has them (GPT-OSS, Qwen3-MoE)
     vllm-triton         attention by TRITON_ATTN
+
+If asked for: vllm-invariant and attnkit-invariant with VLLM_BATCH_INVARIANT, vllm-drafts, attnkit-drafts and
+attnkit-invariant-drafts with tokens that are drafted from n-grams of the text.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ console = Console(width=220 if not sys.stdout.isatty() else None)
 def main(
     model: Annotated[str, typer.Argument(help=f"One of {', '.join(MODELS)}; tiny ones run on a CPU, too.")],
     layers: Annotated[int, typer.Option(help="The first layers alone; 0: all of the model's.", min=0)] = 0,
-    cases: Annotated[str, typer.Option(help=f"Of {', '.join(load.CASES)}; by default all.")] = "",
+    cases: Annotated[str, typer.Option(help=f"Of {', '.join(load.CASES)}; by default the first four.")] = "",
     parts: Annotated[str, typer.Option(help=f"Of {', '.join(load.PARTS)}.")] = ",".join(load.USUAL),
     profile: Annotated[bool, typer.Option(help="Also count kernels and launches of steps, on one GPU.")] = False,
     judge: Annotated[bool, typer.Option(help="Also compare log-probabilities with float32.")] = False,
@@ -166,6 +169,9 @@ def show(run: load.Run, records: table.Records, judged: dict[str, Any]) -> None:
         title += f", shared by {run.tensor_parallel}"
     if records:
         console.print(table.speed(title, records))
+    for found in (table.invariance(title, records), table.drafts(title, records)):
+        if found is not None:
+            console.print(found)
     if judged:
         console.print(table.distances(title, judged))
     for found in table.profiles(title, records):
@@ -179,18 +185,24 @@ def merge(run: load.Run, records: table.Records, command: str) -> None:
         return
     device = next(iter(whole.values()))["facts"]["device"].lower().replace(" ", "-")
     shared = f"-{run.tensor_parallel}-gpus" if run.tensor_parallel > 1 else ""
-    behind = next((f"-{part}" for part in ("long", "behind") if part in run.parts), "")  # sequences of such a length
-    behind += f"-{run.kv_cache}" if run.kv_cache != "auto" else ""
-    file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}{behind}.json"
+    rare = [f"-{part}" for part in load.PARTS if part in run.parts and part not in load.USUAL]
+    if run.kv_cache != "auto":
+        rare.append(f"-{run.kv_cache}")
+    file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}{''.join(rare)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(file.read_text())["cases"] if file.exists() else {}
     new = {
-        name: {"command": command} | {k: v for k, v in record.items() if k != "judged"}
+        name: {"command": command} | {k: v for k, v in record.items() if k != "judged"} | {"parts": parts_of(record)}
         for name, record in whole.items()
     }
     merged = {name: (old | new)[name] for name in load.CASES if name in old | new}
     file.write_text(json.dumps({"model": run.model, "cases": merged}, indent=1) + "\n")
     echo(f"baseline {file.relative_to(ROOT)} holds {', '.join(merged)}")
+
+
+def parts_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, without texts."""
+    return {name: table.without_texts(part) for name, part in record["parts"].items()}
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def hidden(model: Model, texts: list[list[int]], device: torch.device) -> list[t
     shapes = model.shapes()
 
     def of(name: str) -> torch.Tensor:
-        return generate(name, shapes[name], device).float()
+        return model.generate(name, shapes[name], device).float()
 
     def filled(made: Any, prefix: str) -> Any:
         made = made.to_empty(device=device).float().eval()

@@ -7,7 +7,6 @@ vLLM's own loaders take, fused and shared among processes as it likes, and from 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from typing import Any
 import torch
 import transformers
 
-_BLOCK = 32  # numbers of MXFP4 that share a scale; 16 bytes
-_RMS_OF_CODES = 2.93  # of the sixteen E2M1 numbers
+from . import packed as fp4
+from .packed import is_expert
+
 _GPT_OSS_ROPE = dict(
     rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
     original_max_position_embeddings=4096,
@@ -38,6 +38,12 @@ _QWEN3 = dict(
     vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, use_sliding_window=False,
 )  # fmt: skip
+_QWEN3_MOE = dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_attention_heads=32,
+    num_key_value_heads=4, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6, use_sliding_window=False,
+    num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+)  # fmt: skip
+_FEW_NVFP4_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
 _LLAMA3 = dict(
     vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, max_position_embeddings=8192, rms_norm_eps=1e-5,
@@ -67,10 +73,12 @@ def _rope(theta: float) -> dict[str, Any]:
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gpt-oss-20b": ("GptOss", _GPT_OSS, _GPT_OSS_ROPE),
     "qwen3-8b": ("Qwen3", _QWEN3, _rope(1e6)),
+    "qwen3-30b-a3b": ("Qwen3Moe", _QWEN3_MOE, _rope(1e6)),
     "llama-3-8b": ("Llama", _LLAMA3, _rope(5e5)),
     "deepseek-v3-dense": ("DeepseekV3", _DEEPSEEK_V3, _DEEPSEEK_ROPE),
     "gpt-oss-tiny": ("GptOss", _GPT_OSS | _SMALL | _FEW_EXPERTS, _GPT_OSS_ROPE),
     "qwen3-tiny": ("Qwen3", _QWEN3 | _SMALL, _rope(1e6)),
+    "qwen3-moe-tiny": ("Qwen3Moe", _QWEN3_MOE | _SMALL | _FEW_NVFP4_EXPERTS, _rope(1e6)),
     "llama-3-tiny": ("Llama", _LLAMA3 | _SMALL, _rope(5e5)),
     "deepseek-v3-tiny": ("DeepseekV3", _DEEPSEEK_V3 | _FEW_LATENT_HEADS, _DEEPSEEK_ROPE),
 }
@@ -89,9 +97,9 @@ class Model:
         return MODELS[self.name][0]
 
     @property
-    def mxfp4(self) -> bool:
-        """Whether experts are published in MXFP4."""
-        return self.family == "GptOss"
+    def packing(self) -> str | None:
+        """How experts are published: mxfp4, or nvfp4 as Model Optimizer writes it; None for a model without any."""
+        return {"GptOss": fp4.MXFP4, "Qwen3Moe": fp4.NVFP4}.get(self.family)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -99,7 +107,7 @@ class Model:
         sizes["num_hidden_layers"] = self.layers or sizes["num_hidden_layers"]
         # Sequences longer than any that the model was made for: the times are the same.
         sizes["max_position_embeddings"] = max(sizes["max_position_embeddings"], self.longest)
-        if self.mxfp4:
+        if self.family == "GptOss":
             kinds = ("sliding_attention", "full_attention")
             sizes["layer_types"] = [kinds[i % 2] for i in range(sizes["num_hidden_layers"])]
         return sizes
@@ -110,11 +118,16 @@ class Model:
         return made(**self.sizes, rope_parameters=dict(MODELS[self.name][2]), tie_word_embeddings=False)
 
     def save(self, folder: Path, *, packed: bool) -> None:
-        """Write config.json into ``folder``; ``packed`` says that experts of GPT-OSS lie in MXFP4."""
+        """Write config.json into ``folder``; ``packed`` says that experts lie in FP4."""
         config_json = self.config().to_dict() | {"architectures": [f"{self.family}ForCausalLM"]}
-        if packed and self.mxfp4:
+        if packed and self.packing == fp4.MXFP4:
             kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
             config_json["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        elif packed and self.packing == fp4.NVFP4:
+            kept = ["model.layers.*.self_attn*", "model.layers.*.mlp.gate", "model.embed_tokens", "lm_head"]
+            config_json["quantization_config"] = {
+                "quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": fp4.BLOCK[fp4.NVFP4], "ignore": kept,
+            }  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config_json, indent=1))
 
@@ -127,29 +140,21 @@ class Model:
     def checkpoint(self, device: torch.device, *, packed: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors as a published checkpoint has them, one after the other."""
         for name, shape in self.shapes().items():
-            if packed and is_expert(name):
-                blocks, scales = generate_packed(name, shape, device)
-                yield f"{name}_blocks", blocks.unflatten(-1, (-1, _BLOCK // 2))
-                yield f"{name}_scales", scales
+            if self.packing is not None and is_expert(name):
+                yield from fp4.checkpoint(self.packing, name, shape, device, packed=packed)
             else:
                 yield name, generate(name, shape, device)
 
-
-def is_expert(name: str) -> bool:
-    """Whether it is a matrix of all experts of GPT-OSS, which checkpoints have in MXFP4."""
-    return name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
-
-
-def _generator(name: str, device: torch.device) -> torch.Generator:
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little")
-    return torch.Generator(device).manual_seed(seed)
+    def generate(self, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """The tensor of a checkpoint whose experts are not packed, in bfloat16."""
+        if self.packing is not None and is_expert(name):
+            return fp4.dense(self.packing, name, shape, device)
+        return generate(name, shape, device)
 
 
 def generate(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """The tensor of a checkpoint in bfloat16. Activations keep their size: norms about 1, sinks N(1, 1), biases
-    N(0, 0.01), embeddings N(0, 1), a matrix of K columns N(0, 1 / K); experts come from ``generate_packed``."""
-    if is_expert(name):
-        return _dense(*generate_packed(name, shape, device))
+    N(0, 0.01), embeddings N(0, 1), a matrix of K columns N(0, 1 / K). FP4 experts come from ``packed``."""
     mean, deviation = 0.0, shape[-1] ** -0.5
     if name.endswith("norm.weight"):
         mean, deviation = 1.0, 0.1
@@ -160,36 +165,15 @@ def generate(name: str, shape: tuple[int, ...], device: torch.device) -> torch.T
     elif name.endswith("bias"):
         deviation = 0.1
     out = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    return out.normal_(mean, deviation, generator=_generator(name, out.device))
-
-
-def generate_packed(name: str, shape: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts (E, K, N) in MXFP4: codes (E, N, K / 2) and scales (E, N, K / 32); numbers of about N(0, 1 / K)."""
-    experts, k, n = shape
-    codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
-    scales = torch.empty(experts, n, k // _BLOCK, dtype=torch.uint8, device=device)
-    generator = _generator(name, codes.device)
-    lowest = 127 + math.floor(math.log2(k**-0.5 / _RMS_OF_CODES))  # at K 2880 2^-8, and 2^-7
-    return codes.random_(0, 256, generator=generator), scales.random_(lowest, lowest + 2, generator=generator)
-
-
-def _dense(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Experts (E, K, N) in bfloat16, which holds the numbers of MXFP4, by PyTorch alone: what is judged has no part in
-    what judges, and a process without a compiler draws them too. Expert by expert, for an index takes 8 bytes."""
-    positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16, device=codes.device)
-    values = torch.cat([positive, -positive])
-    out = codes.new_empty(codes.shape[0], codes.shape[2] * 2, codes.shape[1], dtype=torch.bfloat16)
-    for expert, code, scale in zip(out, codes, scales, strict=True):
-        both = torch.stack([code & 15, code >> 4], -1).flatten(-2)  # (N, K), the lower nibble first
-        blocks = values[both.long()].unflatten(-1, (-1, _BLOCK))
-        expert.copy_(torch.ldexp(blocks, scale.int()[..., None] - 127).flatten(-2).T)
-    return out
+    return out.normal_(mean, deviation, generator=fp4.generator(name, out.device))
 
 
 def bytes_of(model: Model) -> tuple[int, int]:
     """Bytes of all weights, and of keys and values of a token in the layers that keep all of them, in 16 bits."""
     weights = sum(
-        math.prod(shape) * 17 // 32 if model.mxfp4 and is_expert(name) else math.prod(shape) * 2
+        math.prod(shape) * 2
+        if model.packing is None or not is_expert(name)
+        else math.prod(shape) * (fp4.BLOCK[model.packing] // 2 + 1) // fp4.BLOCK[model.packing]
         for name, shape in model.shapes().items()
     )
     sizes = model.sizes

@@ -21,7 +21,7 @@ from typing import Any
 _BEGAN = time.perf_counter()
 import torch  # noqa: E402
 
-from . import load, profiled  # noqa: E402
+from . import load, profiled, sameness, table  # noqa: E402
 from .models import bytes_of  # noqa: E402
 
 _SAFETY = 6 << 30  # bytes of a GPU that neither weights nor keys get
@@ -31,17 +31,21 @@ _CAPTURED = [1, 2, 4, 8, 16, 32, 64]
 
 
 def environment(run: load.Run) -> dict[str, str]:
-    """Variables of this process, where nobody has set them: one process, nothing from the network."""
+    """Variables of this process: what makes its case, and where nobody has set it one process, nothing from the
+    network."""
+    case = load.CASES[run.case]
+    of_case = {
+        "VLLM_PLUGINS": "torch_attnkit" if case.ours else "", "VLLM_BATCH_INVARIANT": "1" if case.invariant else "0",
+    }  # fmt: skip
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_PLUGINS": "torch_attnkit" if load.CASES[run.case].ours else "",
     }  # fmt: skip
     if importlib.util.find_spec("flashinfer") is None:  # else vLLM's sampler asks for it
         variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if run.device == "cpu":
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return variables | {name: os.environ[name] for name in variables if name in os.environ and name != "VLLM_PLUGINS"}
+    return variables | {name: os.environ[name] for name in variables if name in os.environ} | of_case
 
 
 def arguments(run: load.Run) -> dict[str, Any]:
@@ -57,7 +61,11 @@ def arguments(run: load.Run) -> dict[str, Any]:
     if case.backend is not None:
         engine_options["attention_config"] = {"backend": case.backend}
     if case.experts and run.packed:
-        engine_options["quantization"] = "attnkit_mxfp4"
+        engine_options["quantization"] = f"attnkit_{run.served.packing}"
+    if case.drafts:
+        engine_options["speculative_config"] = {
+            "method": "ngram", "num_speculative_tokens": asked.drafts, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+        }  # fmt: skip
     if run.kv_cache != "auto":
         engine_options["kv_cache_dtype"] = run.kv_cache
     if run.device != "cpu":
@@ -65,18 +73,28 @@ def arguments(run: load.Run) -> dict[str, Any]:
     if run.eager:
         engine_options["enforce_eager"] = True
     else:
-        engine_options["compilation_config"] = {"cudagraph_capture_sizes": _CAPTURED}
+        tokens = 1 + asked.drafts if case.drafts else 1  # of a request in a step
+        engine_options["compilation_config"] = {"cudagraph_capture_sizes": [n * tokens for n in _CAPTURED]}
     return engine_options
 
 
 @dataclass
 class Steps:
-    """Steps that gave tokens: when each was over, in seconds, and how many requests got tokens in it."""
+    """Steps that gave tokens: when each was over, in seconds, and how many requests got tokens in it; and the texts
+    that they gave, by the requests' names."""
 
     began: float
     ends: list[float] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
-    tokens: int = 0
+    texts: dict[str, list[int]] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.texts.values()))
+
+    def in_order(self) -> list[list[int]]:
+        """The texts in the order in which the requests were added, which their names end with."""
+        return [self.texts[name] for name in sorted(self.texts, key=lambda name: int(name.rpartition("-")[2]))]
 
     @property
     def seconds(self) -> float:
@@ -105,14 +123,15 @@ class Engine:
         """Prompts that were not there before: nothing of them is in vLLM's prefix cache."""
         return load.texts((length,) * count, self.vocabulary, next(self.seeds))
 
-    def add(self, prompts: list[list[int]], new: int) -> list[str]:
-        """Add requests of ``new`` greedy tokens each; their names."""
+    def add(self, prompts: list[list[int]], new: int, choices: int = 0) -> list[str]:
+        """Add requests of ``new`` greedy tokens each, of the first ``choices`` tokens if it is not 0; their names."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-        )
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA,
+            allowed_token_ids=list(range(choices)) or None,
+        )  # fmt: skip
         names = [f"request-{next(self.request_ids)}" for _ in prompts]
         return [
             self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -123,17 +142,18 @@ class Engine:
         """Step until no request is left; after each step that gave tokens, how many requests got some."""
         engine = self.llm.llm_engine
         while engine.has_unfinished_requests():
-            counts = [len(found.outputs[0].token_ids) for found in engine.step()]
-            got = sum(n > 0 for n in counts)
+            found = {one.request_id: one.outputs[0].token_ids for one in engine.step()}
+            got = sum(len(tokens) > 0 for tokens in found.values())
             if got:
                 steps.ends.append(time.perf_counter())
                 steps.requests.append(got)
-                steps.tokens += sum(counts)
+                for name, tokens in found.items():
+                    steps.texts.setdefault(name, []).extend(tokens)
                 yield got
 
-    def serve(self, prompts: list[list[int]], new: int, most: int | None = None) -> Steps:
+    def serve(self, prompts: list[list[int]], new: int, most: int | None = None, choices: int = 0) -> Steps:
         """All of the requests to their end, or until all of them have decoded together for ``most`` steps."""
-        names = self.add(prompts, new)
+        names = self.add(prompts, new, choices)
         synchronize(self.run)
         steps = Steps(time.perf_counter())
         concurrent = 0
@@ -150,10 +170,11 @@ class Engine:
         while engine.has_unfinished_requests() or engine.engine_core.engine_core.scheduler.has_requests():
             engine.step()
 
-    def generate(self, prompts: list[list[int]], **options: Any) -> list[Any]:
+    def generate(self, prompts: list[list[int]], options: list[dict[str, Any]]) -> list[Any]:
+        """vLLM's answers to prompts, each with options of its own."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **options)
+        params = [SamplingParams(temperature=0, ignore_eos=True, detokenize=False, **of_one) for of_one in options]
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
@@ -208,12 +229,32 @@ def behind(engine: Engine, prompts: load.Behind) -> dict[str, Any]:
     return decoding(steps, count)
 
 
+def repeated(engine: Engine) -> dict[str, Any]:
+    """Texts that come to repeat themselves, and what a request gets a step: more than one token where drafts are
+    taken. The time is that of all of it, prompts too, which are short."""
+    asked = engine.run.load.repeated
+
+    def prompts() -> list[list[int]]:
+        return load.texts((asked.prompt,) * asked.requests, asked.choices, next(engine.seeds))
+
+    engine.serve(prompts(), asked.new // 4, choices=asked.choices)
+    steps = engine.serve(prompts(), asked.new, choices=asked.choices)
+    turns = sum(steps.requests)
+    return {
+        "requests": asked.requests, "tokens": steps.tokens, "total_s": steps.seconds,
+        "tokens_s": steps.tokens / steps.seconds, "steps": len(steps.ends), "tokens_a_turn": steps.tokens / turns,
+        "taken": steps.tokens - turns, "texts": steps.in_order(),
+    }  # fmt: skip
+
+
 PARTS: dict[str, Callable[[Engine], dict[str, Any]]] = {
     "decode": decode,
     "single": single,
     "prefill": prefill,
     "behind": lambda engine: behind(engine, engine.run.load.behind),
     "long": lambda engine: behind(engine, engine.run.load.long),
+    "repeated": repeated,
+    "invariant": sameness.invariant,
 }
 
 
@@ -226,9 +267,9 @@ def judged(engine: Engine) -> dict[str, Any]:
             "tokens": list(found.outputs[0].token_ids),
             "logprobs": [{str(t): p.logprob for t, p in entry.items()} for entry in found.outputs[0].logprobs],
         }
-        for found in engine.generate(prompts, max_tokens=asked.judged_new, logprobs=5)
+        for found in engine.generate(prompts, [dict(max_tokens=asked.judged_new, logprobs=5)] * len(prompts))
     ]
-    scored = engine.generate(given, max_tokens=1, prompt_logprobs=0)
+    scored = engine.generate(given, [dict(max_tokens=1, prompt_logprobs=0)] * len(given))
     return {
         "generated": generated,
         "given": [
@@ -243,6 +284,8 @@ def described(engine: Engine) -> dict[str, Any]:
     return {
         **engine.llm.collective_rpc("chosen")[0],
         "graphs": config.compilation_config.cudagraph_mode.name,
+        "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
+        "drafts": getattr(config.speculative_config, "num_speculative_tokens", 0),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "prefix_caching": bool(config.cache_config.enable_prefix_caching),
         "page": config.cache_config.block_size,
@@ -265,7 +308,7 @@ def main(run: load.Run) -> None:
     log(f"started, {record['engine']}")
     for name in run.parts:
         record["parts"][name] = PARTS[name](engine)
-        log(f"{name}: {record['parts'][name]}")
+        log(f"{name}: {table.without_texts(record['parts'][name])}")
     if run.judge:
         record["judged"] = judged(engine)
         log("log-probabilities")

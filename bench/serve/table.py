@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from . import load, sameness
+
 Records = dict[str, dict[str, Any]]
 BASE = "vllm"
 # Title, part, number of its record, digits, whether more is better.
@@ -19,6 +21,8 @@ _SPEED = (
     ("behind: ms a step", "behind", "ms", 2, False),
     ("long: tok/s", "long", "tokens_s", 0, True),
     ("long: ms a step", "long", "ms", 2, False),
+    ("repeated: tok/s", "repeated", "tokens_s", 0, True),
+    ("repeated: tokens a request's step", "repeated", "tokens_a_turn", 2, True),
 )
 _SHOWN = 12  # kernels
 
@@ -48,6 +52,36 @@ def speed(title: str, records: Records) -> Table:
         start = f"{record['start_s']:.0f}" if "start_s" in record else "-"
         out.add_row(case, "+".join(engine.get("attention", [])), engine.get("graphs", "-"), start, *cells)
     return out
+
+
+def without_texts(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "texts"}
+
+
+def invariance(title: str, records: Records) -> Table | None:
+    """How many places of requests have other bits than those of the request alone; None where no case says so."""
+    columns = ("case", "served", "prompt tokens", "differ", "generated", "differ", "probabilities differ", "by at most")
+    out = Table(*columns, title=f"{title}: bits of requests alone, and otherwise")
+    for case, record in records.items():
+        for how, found in record["parts"].get("invariant", {}).items():
+            figures = ("prompt", "prompt_differ", "tokens", "tokens_differ", "likeliest_differ")
+            out.add_row(case, how, *(str(found[key]) for key in figures), f"{found['largest']:.2g}")
+    return out if out.row_count else None
+
+
+def drafts(title: str, records: Records) -> Table | None:
+    """Texts of cases with drafts beside the same without; None where there is no such pair."""
+    columns = ("case", "drafted tokens taken", "texts equal", "tokens before the first other one")
+    out = Table(*columns, title=f"{title}: texts with drafts and without")
+    for case, record in records.items():
+        plain = records.get(load.without_drafts(case) or "", {"parts": {}})["parts"].get("repeated")
+        drafted = record["parts"].get("repeated")
+        if plain and drafted:
+            found = sameness.of_drafts(drafted["texts"], plain["texts"])
+            taken = f"{drafted['taken']} of {drafted['tokens']}"
+            pairs = (f"{found[a]} of {found[b]}" for a, b in (("equal", "requests"), ("same", "tokens")))
+            out.add_row(case, taken, *pairs)
+    return out if out.row_count else None
 
 
 def distances(title: str, judged: dict[str, dict[str, Any]]) -> Table:

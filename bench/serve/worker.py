@@ -60,6 +60,8 @@ class Extension:
                 attention.add(module.attn_backend.get_name())
             method = getattr(module, "quant_method", None)
             if "MoE" in type(method).__name__ or "Expert" in type(method).__name__:
-                kernel = getattr(getattr(method, "mxfp4_backend", None), "name", "")
+                named = (getattr(method, f"{form}_backend", None) for form in ("mxfp4", "nvfp4"))
+                theirs = type(method).__module__.startswith("vllm.")  # ours run none of vLLM's kernels
+                kernel = next((found.name for found in named if found is not None and theirs), "")
                 experts.add(f"{type(method).__name__} {kernel}".strip())
         return {"attention": sorted(attention), "experts": sorted(experts)}
