@@ -12,12 +12,12 @@ import transformers
 import typer
 
 from bench.serve import __main__ as serve
-from bench.serve import judge, load, profiled, served, table
+from bench.serve import judge, load, packed, profiled, sameness, served, table
 from bench.serve.models import MODELS, Model, bytes_of, is_expert
 
 CPU = torch.device("cpu")
 TINY = [name for name in MODELS if name.endswith("tiny")]
-BILLIONS = {"gpt-oss-20b": 20.9, "qwen3-8b": 8.19, "llama-3-8b": 8.03}
+BILLIONS = {"gpt-oss-20b": 20.9, "qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5, "llama-3-8b": 8.03}
 
 
 def whole(model: Model):
@@ -25,7 +25,8 @@ def whole(model: Model):
     made = getattr(transformers, f"{model.family}ForCausalLM")._from_config(
         model.config(), dtype=torch.float32, attn_implementation="eager"
     )
-    made.load_state_dict({name: t.float() for name, t in model.checkpoint(CPU, packed=False)}, strict=True)
+    drawn = {name: model.generate(name, shape, CPU).float() for name, shape in model.shapes().items()}
+    made.load_state_dict(drawn, strict=True)
     return made.eval()
 
 
@@ -35,7 +36,7 @@ def test_models_have_the_published_sizes(name, billions, tmp_path):
     assert sum(map(math.prod, model.shapes().values())) / 1e9 == pytest.approx(billions, rel=0.005)
     model.save(tmp_path, packed=True)
     written = json.loads((tmp_path / "config.json").read_text())
-    assert ("quantization_config" in written) == model.mxfp4
+    assert ("quantization_config" in written) == (model.packing is not None)
     assert written["architectures"] == [f"{model.family}ForCausalLM"]
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     assert read.rope_parameters == model.config().rope_parameters
@@ -53,17 +54,51 @@ def test_a_shorter_model_and_longer_sequences():
 def test_weights_follow_from_names(name):
     """The same ones each time; packed experts are the numbers of the others."""
     model = Model(name)
-    dense, again = (dict(model.checkpoint(CPU, packed=False)) for _ in range(2))
+    dense, again = ({n: model.generate(n, s, CPU) for n, s in model.shapes().items()} for _ in range(2))
     assert all(torch.equal(dense[n], again[n]) for n in dense)
-    assert {n: tuple(t.shape) for n, t in dense.items()} == model.shapes()
-    packed = dict(model.checkpoint(CPU, packed=True))
+    published = dict(model.checkpoint(CPU, packed=True))
     for n in dense:
         if is_expert(n):
-            read = torch.ops.attnkit.mxfp4_dequantize(packed[f"{n}_blocks"].flatten(-2), packed[f"{n}_scales"])
-            assert torch.equal(read.transpose(1, 2), dense[n])
-            assert float(dense[n].float().std()) == pytest.approx(dense[n].shape[1] ** -0.5, rel=0.4)
+            inner = dense[n].shape[1 if model.packing == packed.MXFP4 else 2]
+            assert torch.equal(READ[model.packing](n, published), dense[n])
+            assert float(dense[n].float().std()) == pytest.approx(inner**-0.5, rel=0.4)
         else:
-            assert torch.equal(packed[n], dense[n])
+            assert torch.equal(published[n], dense[n])
+
+
+def read_mxfp4(name: str, published: dict) -> torch.Tensor:
+    """Experts of GPT-OSS by the op that unpacks them."""
+    read = torch.ops.attnkit.mxfp4_dequantize(published[f"{name}_blocks"].flatten(-2), published[f"{name}_scales"])
+    return read.transpose(1, 2)
+
+
+def read_nvfp4(name: str, published: dict) -> torch.Tensor:
+    """Experts one by one by the op that unpacks them: gate above up."""
+    home, _, kind = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+
+    def read(e: int, part: str) -> torch.Tensor:
+        codes, scales, factor, _ = (
+            published[f"{home}.{e}.{part}.{key}"] for key in ("weight", "weight_scale", "weight_scale_2", "input_scale")
+        )
+        return torch.ops.attnkit.nvfp4_dequantize(codes, scales.view(torch.uint8), 1 / factor)
+
+    count = sum(n.startswith(home) and n.endswith("down_proj.weight") for n in published)
+    return torch.stack([torch.cat([read(e, part) for part in parts]) for e in range(count)])
+
+
+READ = {packed.MXFP4: read_mxfp4, packed.NVFP4: read_nvfp4}
+
+
+def test_experts_that_are_not_packed_are_named_one_by_one():
+    """On a CPU vLLM loads the matrices of Qwen3-MoE as its checkpoints have them."""
+    model = Model("qwen3-moe-tiny", layers=1)
+    found = dict(model.checkpoint(CPU, packed=False))
+    home = "model.layers.0.mlp.experts"
+    whole_one = model.generate(f"{home}.gate_up_proj", model.shapes()[f"{home}.gate_up_proj"], CPU)
+    for e in (0, 7):
+        both = torch.cat([found[f"{home}.{e}.{part}.weight"] for part in ("gate_proj", "up_proj")])
+        assert torch.equal(both, whole_one[e])
 
 
 def answers(model: Model, asked: load.Load) -> dict:
@@ -102,7 +137,9 @@ def test_the_judge_is_the_whole_model(name):
 
 
 def test_steps_count_where_all_requests_decode():
-    steps = served.Steps(began=0.0, ends=[1.0, 2.0, 2.5, 2.75, 3.25, 4.0], requests=[1, 2, 2, 2, 2, 1], tokens=10)
+    steps = served.Steps(
+        began=0.0, ends=[1.0, 2.0, 2.5, 2.75, 3.25, 4.0], requests=[1, 2, 2, 2, 2, 1], texts={"request-0": [0] * 10}
+    )
     assert steps.whole(2) == [0.5, 0.25, 0.5]
     written = served.decoding(steps, 2)
     assert (written["steps"], written["ms"], written["total_s"]) == (3, 500.0, 4.0)
@@ -119,12 +156,70 @@ def test_cases_and_what_is_left_out():
     run = load.Run("gpt-oss-tiny", "attnkit", "there", "cpu", parts=("long",))
     assert load.Run.of(run.text()) == run
     assert run.packed and not load.Run("gpt-oss-tiny", "vllm", "there", "cpu").packed
+    assert served.arguments(load.Run("qwen3-moe-tiny", "attnkit", "there", "cpu"))["quantization"] == "attnkit_nvfp4"
     written = served.arguments(run)
     assert written["attention_config"] == {"backend": "CUSTOM"} and written["quantization"] == "attnkit_mxfp4"
     assert written["max_model_len"] == run.served.longest > run.load.long.prompt
     run = load.Run("llama-3-tiny", "attnkit", "there", "cpu", parts=("behind",), kv_cache="fp8")
     written = served.arguments(run)
     assert written["kv_cache_dtype"] == "fp8" and written["max_model_len"] > run.load.behind.prompt
+
+
+def test_cases_that_are_asked_for():
+    names, why = load.cases_of(Model("llama-3-8b"), "cpu", ["attnkit-drafts", "attnkit-invariant"])
+    assert names == ["attnkit-drafts"] and why == {"attnkit-invariant": "VLLM_BATCH_INVARIANT is for GPUs"}
+    run = load.Run("llama-3-8b", "attnkit-invariant-drafts", "there", "cuda")
+    written = served.arguments(run)
+    assert written["speculative_config"]["num_speculative_tokens"] == run.load.drafts
+    assert written["compilation_config"]["cudagraph_capture_sizes"][-1] == 64 * (1 + run.load.drafts)
+    variables = served.environment(run)
+    assert variables["VLLM_BATCH_INVARIANT"] == "1" and variables["VLLM_PLUGINS"] == "torch_attnkit"
+    assert served.environment(load.Run("llama-3-8b", "vllm", "there", "cuda"))["VLLM_BATCH_INVARIANT"] == "0"
+    assert [load.without_drafts(name) for name in ("vllm-drafts", "attnkit-invariant-drafts", "attnkit")] == [
+        "vllm", "attnkit-invariant", None,
+    ]  # fmt: skip
+
+
+def test_others_have_many_lengths():
+    lengths = load.spread(56, 1500)
+    assert len(set(lengths)) == 56 and min(lengths) == 1 and max(lengths) == 1500
+    assert 0.4 < sum(lengths[:28]) / sum(lengths) < 0.6  # as many tokens before as behind
+
+
+def test_bits_that_differ_are_counted():
+    one = {"prompt": [-1.0, -2.0], "tokens": [5, 6], "likeliest": [{5: -0.5, 7: -1.0}, {6: -0.25, 8: -3.0}]}
+    other = {"prompt": [-1.0, -2.0 + 2**-51], "tokens": [5, 8], "likeliest": [{5: -0.5, 7: -1.0}, {8: -0.2, 6: -0.3}]}
+    assert sameness.differing([one], [one]) == {
+        "requests": 1, "prompt": 2, "prompt_differ": 0, "tokens": 2, "tokens_differ": 0, "likeliest_differ": 0,
+        "largest": 0.0,
+    }  # fmt: skip
+    found = sameness.differing([one, one], [one, other])
+    assert (found["prompt_differ"], found["tokens_differ"], found["likeliest_differ"]) == (1, 1, 1)
+    assert found["largest"] == pytest.approx(2.8)
+    with pytest.raises(ValueError):  # a text that ends early is no equal one
+        sameness.differing([one], [one | {"tokens": [5]}])
+
+
+def test_texts_with_drafts_beside_those_without():
+    assert sameness.of_drafts([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 6]]) == {
+        "requests": 2, "equal": 1, "tokens": 6, "same": 4,
+    }  # fmt: skip
+    steps = served.Steps(began=0.0, texts={"request-10": [3], "request-9": [1, 2]})
+    assert steps.tokens == 3 and steps.in_order() == [[1, 2], [3]]
+    part = {"tokens_s": 100.0, "tokens_a_turn": 1.0, "taken": 0, "tokens": 6, "texts": [[1, 2, 3], [4, 9, 6]]}
+    drafted = part | {"taken": 2, "texts": [[1, 2, 3], [4, 5, 6]]}
+    records = {"attnkit": {"parts": {"repeated": part}}, "attnkit-drafts": {"parts": {"repeated": drafted}}}
+    made = table.drafts("a model", records)
+    assert [c[0] for c in cells(made)] == ["attnkit-drafts", "2 of 6", "1 of 2", "4 of 6"]
+    assert table.drafts("a model", {"attnkit-drafts": records["attnkit-drafts"]}) is None
+    assert serve.parts_of(records["attnkit"])["repeated"].keys() == part.keys() - {"texts"}
+
+
+def test_a_table_of_bits():
+    found = sameness.differing([], []) | {"prompt": 9, "largest": 0.5}
+    made = table.invariance("a model", {"attnkit": RECORD | {"parts": {"invariant": {"among others": found}}}})
+    assert [c[0] for c in cells(made)] == ["attnkit", "among others", "9", "0", "0", "0", "0", "0.5"]
+    assert table.invariance("a model", {"attnkit": RECORD}) is None
 
 
 RECORD = {
