@@ -25,8 +25,8 @@ def whole(model: Model):
     made = getattr(transformers, f"{model.family}ForCausalLM")._from_config(
         model.config(), dtype=torch.float32, attn_implementation="eager"
     )
-    drawn = {name: model.generate(name, shape, CPU).float() for name, shape in model.shapes().items()}
-    made.load_state_dict(drawn, strict=True)
+    weights = {name: model.generate(name, shape, CPU).float() for name, shape in model.shapes().items()}
+    made.load_state_dict(weights, strict=True)
     return made.eval()
 
 
@@ -206,7 +206,7 @@ def test_texts_with_drafts_beside_those_without():
     }  # fmt: skip
     steps = served.Steps(began=0.0, texts={"request-10": [3], "request-9": [1, 2]})
     assert steps.tokens == 3 and steps.in_order() == [[1, 2], [3]]
-    part = {"tokens_s": 100.0, "tokens_a_turn": 1.0, "taken": 0, "tokens": 6, "texts": [[1, 2, 3], [4, 9, 6]]}
+    part = {"tokens_s": 100.0, "tokens_a_step": 1.0, "taken": 0, "tokens": 6, "texts": [[1, 2, 3], [4, 9, 6]]}
     drafted = part | {"taken": 2, "texts": [[1, 2, 3], [4, 5, 6]]}
     records = {"attnkit": {"parts": {"repeated": part}}, "attnkit-drafts": {"parts": {"repeated": drafted}}}
     made = table.drafts("a model", records)

@@ -17,7 +17,7 @@ BLOCK = {MXFP4: 32, NVFP4: 16}  # numbers that share a scale of one byte
 _RMS_OF_CODES = 2.93  # of the sixteen E2M1 numbers
 _RMS_OF_SCALES = 1.46  # of the eight E4M3 numbers from 1 to 1.875, whose bytes begin here
 _ONE = 0x38
-_INPUT_SCALE = 2.0**-9  # of activations up to 5.25; kernels whose activations have 16 bits do not use it
+_INPUT_SCALE = 2.0**-9  # of activations up to 5.25; kernels with activations of 16 bits do not use it
 Shape = tuple[int, ...]
 
 
@@ -53,7 +53,7 @@ def dense(form: str, name: str, shape: Shape, device: torch.device) -> torch.Ten
             expert.copy_(_of_nvfp4(*parts))
     else:
         for expert, code, scale in zip(out, *mxfp4(name, shape, device), strict=True):
-            blocks = _numbers(code).unflatten(-1, (-1, BLOCK[MXFP4]))
+            blocks = _values(code).unflatten(-1, (-1, BLOCK[MXFP4]))
             expert.copy_(torch.ldexp(blocks, scale.int()[..., None] - 127).flatten(-2).T)
     return out
 
@@ -63,9 +63,9 @@ def mxfp4(name: str, shape: Shape, device: torch.device) -> tuple[torch.Tensor, 
     experts, k, n = shape
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(experts, n, k // BLOCK[MXFP4], dtype=torch.uint8, device=device)
-    drawn = generator(name, codes.device)
+    source = generator(name, codes.device)
     lowest = 127 + math.floor(math.log2(k**-0.5 / _RMS_OF_CODES))  # at K 2880 2^-8, and 2^-7
-    return codes.random_(0, 256, generator=drawn), scales.random_(lowest, lowest + 2, generator=drawn)
+    return codes.random_(0, 256, generator=source), scales.random_(lowest, lowest + 2, generator=source)
 
 
 def nvfp4(name: str, shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -75,11 +75,11 @@ def nvfp4(name: str, shape: Shape, device: torch.device) -> tuple[torch.Tensor, 
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(experts, n, k // BLOCK[NVFP4], dtype=torch.uint8, device=device)
     powers = torch.empty(experts, dtype=torch.int32, device=device)
-    drawn = generator(name, codes.device)
-    codes.random_(0, 256, generator=drawn)
-    scales.random_(_ONE, _ONE + 8, generator=drawn)
+    source = generator(name, codes.device)
+    codes.random_(0, 256, generator=source)
+    scales.random_(_ONE, _ONE + 8, generator=source)
     lowest = math.floor(math.log2(k**-0.5 / (_RMS_OF_CODES * _RMS_OF_SCALES)))
-    powers.random_(lowest, lowest + 2, generator=drawn)
+    powers.random_(lowest, lowest + 2, generator=source)
     return codes, scales.view(torch.float8_e4m3fn), torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers)
 
 
@@ -97,11 +97,11 @@ def _one_by_one(name: str, shape: Shape, device: torch.device, *, packed: bool) 
 
 def _of_nvfp4(codes: torch.Tensor, scales: torch.Tensor, power: torch.Tensor) -> torch.Tensor:
     """One expert (N, K) in bfloat16."""
-    blocks = _numbers(codes).unflatten(-1, (-1, BLOCK[NVFP4])).float()
+    blocks = _values(codes).unflatten(-1, (-1, BLOCK[NVFP4])).float()
     return (blocks * scales.float()[..., None] * power).flatten(-2).bfloat16()
 
 
-def _numbers(codes: torch.Tensor) -> torch.Tensor:
+def _values(codes: torch.Tensor) -> torch.Tensor:
     """E2M1 numbers in bfloat16, two of a byte side by side, the lower four bits first."""
     positive = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.bfloat16, device=codes.device)
     both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

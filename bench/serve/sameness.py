@@ -21,20 +21,20 @@ def invariant(engine: Any) -> dict[str, Any]:
     alone = [answer for prompt in prompts for answer in _answers(engine, [prompt])]
     engine.llm.reset_prefix_cache()
     among = _answers(engine, prompts, load.spread(asked.others, asked.others_longest))
-    cached = _answers(engine, prompts, told=False)
+    cached = _answers(engine, prompts, scored=False)
     for_cached = [answer | {"prompt": []} for answer in alone]
     return {"among others": differing(alone, among), "behind its own cache": differing(for_cached, cached)}
 
 
 def _answers(
-    engine: Any, prompts: list[list[int]], others: tuple[int, ...] = (), *, told: bool = True
+    engine: Any, prompts: list[list[int]], others: tuple[int, ...] = (), *, scored: bool = True
 ) -> list[dict[str, list[Any]]]:
-    """Of each prompt the greedy tokens and their log-probabilities, and where ``told`` those of the prompt's own
+    """Of each prompt the greedy tokens and their log-probabilities, and where ``scored`` those of the prompt's own
     tokens, which vLLM then computes anew. ``others`` are lengths of prompts that are served at the same time, half of
     them before, in vLLM's queue."""
     asked = engine.run.load
     wanted: dict[str, Any] = dict(max_tokens=asked.judged_new, logprobs=_LIKELIEST)
-    wanted |= {"prompt_logprobs": 0} if told else {}
+    wanted |= {"prompt_logprobs": 0} if scored else {}
     beside = [prompt for length in others for prompt in engine.prompts(1, length)]
     half = len(beside) // 2
     texts = beside[:half] + prompts + beside[half:]
@@ -42,7 +42,7 @@ def _answers(
     found = engine.generate(texts, options)[half : half + len(prompts)]
     return [
         {
-            "prompt": _told(prompt[1:], answer.prompt_logprobs[1:]) if told else [],
+            "prompt": _scored(prompt[1:], answer.prompt_logprobs[1:]) if scored else [],
             "tokens": list(answer.outputs[0].token_ids),
             "likeliest": [{t: p.logprob for t, p in entry.items()} for entry in answer.outputs[0].logprobs],
         }
@@ -50,7 +50,7 @@ def _answers(
     ]
 
 
-def _told(tokens: list[int], entries: list[Any]) -> list[float]:
+def _scored(tokens: list[int], entries: list[Any]) -> list[float]:
     return [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
 
 

@@ -239,11 +239,11 @@ def repeated(engine: Engine) -> dict[str, Any]:
 
     engine.serve(prompts(), asked.new // 4, choices=asked.choices)
     steps = engine.serve(prompts(), asked.new, choices=asked.choices)
-    turns = sum(steps.requests)
+    iterations = sum(steps.requests)
     return {
         "requests": asked.requests, "tokens": steps.tokens, "total_s": steps.seconds,
-        "tokens_s": steps.tokens / steps.seconds, "steps": len(steps.ends), "tokens_a_turn": steps.tokens / turns,
-        "taken": steps.tokens - turns, "texts": steps.in_order(),
+        "tokens_s": steps.tokens / steps.seconds, "steps": len(steps.ends), "tokens_a_step": steps.tokens / iterations,
+        "taken": steps.tokens - iterations, "texts": steps.in_order(),
     }  # fmt: skip
 
 

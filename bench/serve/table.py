@@ -22,7 +22,7 @@ _SPEED = (
     ("long: tok/s", "long", "tokens_s", 0, True),
     ("long: ms a step", "long", "ms", 2, False),
     ("repeated: tok/s", "repeated", "tokens_s", 0, True),
-    ("repeated: tokens a request's step", "repeated", "tokens_a_turn", 2, True),
+    ("repeated: tokens a request's step", "repeated", "tokens_a_step", 2, True),
 )
 _SHOWN = 12  # kernels
 
