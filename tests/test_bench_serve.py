@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import types
@@ -300,3 +301,5 @@ def test_a_baseline_keeps_the_cases_that_did_not_run(tmp_path, monkeypatch):
     assert list(written["cases"]) == ["vllm", "attnkit"] and "judged" not in written["cases"]["vllm"]
     assert written["cases"]["attnkit"]["start_s"] == 1.0
     assert [case["command"] for case in written["cases"].values()] == ["python -m bench.serve qwen3-8b", "another"]
+    serve.merge(dataclasses.replace(run, layers=12, kv_cache="fp8"), {"vllm": RECORD}, "of some layers")
+    assert (tmp_path / "bench/baselines/a-gpu/serve-qwen3-8b-12-layers-fp8.json").exists()

@@ -185,7 +185,8 @@ def merge(run: load.Run, records: table.Records, command: str) -> None:
         return
     device = next(iter(whole.values()))["facts"]["device"].lower().replace(" ", "-")
     shared = f"-{run.tensor_parallel}-gpus" if run.tensor_parallel > 1 else ""
-    rare = [f"-{part}" for part in load.PARTS if part in run.parts and part not in load.USUAL]
+    rare = [f"-{run.layers}-layers"] if run.layers else []
+    rare += [f"-{part}" for part in load.PARTS if part in run.parts and part not in load.USUAL]
     if run.kv_cache != "auto":
         rare.append(f"-{run.kv_cache}")
     file = ROOT / "bench" / "baselines" / device / f"serve-{run.model}{shared}{''.join(rare)}.json"
