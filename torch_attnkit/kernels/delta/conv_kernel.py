@@ -3,10 +3,11 @@
     CTA (128 vectors of channels, sequence, run)   each thread a vector of channels: runs of tokens, every so many
 
 A thread loads the tokens of a run, all at a time, and those of the W - 1 before it, from x or from the state. The one
-that has a sequence's first run reads the state and leaves the new one, from x: nobody else reads or writes it. One more
-sequence, the tokens behind the last, and sequences without a slot get zeros. Memory bounds it: x is read once and
-out written once; in a decode step a state once each way. Weights and states whose channels lie one behind the other
-(``packed``) come in vectors.
+that has a sequence's first run reads the state and leaves the new one, from x: nobody else reads or writes it. In a
+decode step a thread has all tokens of its sequence, and the state stays in registers: x, weights and the state are
+loaded together once offsets and slot are known. One more sequence, the tokens behind the last, and sequences without a
+slot get zeros. Memory bounds it: x is read once and out written once; in a decode step a state once each way. Weights
+and states whose channels lie one behind the other come in pieces of several elements.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ def _silu(x: Float32) -> Float32:
 
 
 class _Conv:
-    """``vector``: channels of a thread; ``length``: tokens of a run; ``packed``: of weights, and of states."""
+    """``vector``: channels of a thread; ``length``: tokens of a run; ``ordered``: a thread has all runs of a sequence;
+    ``pieces``: elements of weights, and of states, that are loaded at once, 1 with any strides."""
 
-    def __init__(self, width: int, columns: int, vector: int, length: int, packed: tuple[bool, bool], silu: bool):
+    def __init__(
+        self, width: int, columns: int, vector: int, length: int, ordered: bool, pieces: tuple[int, int], silu: bool
+    ):
         self.width, self.columns, self.vector, self.silu = width, columns, vector, silu
-        self.length, self.packed = length, packed
+        self.length, self.ordered, self.pieces = length, ordered, pieces
 
     @cute.jit
     def __call__(
@@ -64,29 +68,88 @@ class _Conv:
         channel = (tile * _THREADS + cute.arch.thread_idx()[0]) * self.vector
         offsets, index, past = sequences
         limit = Int32(mX.shape[0])
-        first = cutlass.min(cutlass.max(Int32(offsets[b]), 0), limit)
-        last, slot, begun = limit, Int32(-1), Int32(1)  # of the tokens behind the last sequence
-        if b < Int32(index.shape[0]):
-            last, slot = cutlass.min(cutlass.max(Int32(offsets[b + 1]), first), limit), Int32(index[b])
-            if const_expr(past is not None):
-                begun = Int32(past[b])
-        tokens = last - first
-        if channel < Int32(mX.shape[1]):
-            if (slot >= 0) & (slot < Int32(mState.shape[0])):
-                weights = self.columns_of(mWeight, channel, self.width, self.packed[0])
-                rBias = cute.make_rmem_tensor(self.vector, Float32)
-                rBias.fill(0.0)
-                if const_expr(mBias is not None):
-                    for j in cutlass.range_constexpr(self.vector):
-                        rBias[j] = Float32(mBias[channel + j])
-                for run in cutlass.range(part, (tokens + (self.length - 1)) // self.length, runs, unroll=1):
-                    span = first, tokens, run * self.length
-                    self.run(mX, mState, mOut, span, (slot, begun), channel, weights, rBias)
+        if const_expr(self.ordered):
+            # Four loads, none of which waits for another.
+            count = Int32(index.shape[0])
+            first, last, slot, begun = limit, limit, Int32(-1), Int32(1)
+            if b < count:
+                slot, last = Int32(index[b]), Int32(offsets[b + 1])
+                if const_expr(past is not None):
+                    begun = Int32(past[b])
+                first = Int32(offsets[b])
             else:
-                zeros = cute.make_rmem_tensor(self.vector, mOut.element_type)
-                zeros.fill(0.0)
-                for t in cutlass.range(part, tokens, runs, unroll=1):
-                    copies.store(zeros, self.at(mOut, first + t, channel))
+                first = Int32(offsets[count])
+            first = cutlass.min(cutlass.max(first, 0), limit)
+            if channel < Int32(mX.shape[1]):
+                span = first, cutlass.min(last, limit) - first
+                self.step(mX, mWeight, mState, mBias, mOut, span, (slot, begun), channel)
+        else:
+            first = cutlass.min(cutlass.max(Int32(offsets[b]), 0), limit)
+            last, slot, begun = limit, Int32(-1), Int32(1)  # of the tokens behind the last sequence
+            if b < Int32(index.shape[0]):
+                last, slot = cutlass.min(cutlass.max(Int32(offsets[b + 1]), first), limit), Int32(index[b])
+                if const_expr(past is not None):
+                    begun = Int32(past[b])
+            tokens = last - first
+            if channel < Int32(mX.shape[1]):
+                mine = first, tokens, part, runs
+                self.prompt(mX, mWeight, mState, mBias, mOut, mine, (slot, begun), channel)
+
+    @cute.jit
+    def prompt(
+        self, mX: cute.Tensor, mWeight: cute.Tensor, mState: cute.Tensor, mBias: cute.Tensor | None, mOut: cute.Tensor,
+        mine: tuple, held: tuple, channel: Int32,
+    ):  # fmt: skip
+        """``mine``: the sequence's first token, how many it has, the thread's first run, and what it is to the next."""
+        first, tokens, part, runs = mine
+        if (held[0] >= 0) & (held[0] < Int32(mState.shape[0])):
+            weights = self.columns_of(mWeight, channel, self.width, self.pieces[0])
+            rBias = self.bias(mBias, channel)
+            for run in cutlass.range(part, (tokens + (self.length - 1)) // self.length, runs, unroll=1):
+                span = first, tokens, run * self.length
+                self.run(mX, mState, mOut, span, held, channel, weights, rBias)
+        else:
+            self.clear(mOut, mine, channel)
+
+    @cute.jit
+    def step(
+        self, mX: cute.Tensor, mWeight: cute.Tensor, mState: cute.Tensor, mBias: cute.Tensor | None, mOut: cute.Tensor,
+        span: tuple, held: tuple, channel: Int32,
+    ):  # fmt: skip
+        """A sequence's tokens, ``length`` at a time; each moves the columns of the state up by one."""
+        (first, tokens), (slot, begun) = span, held
+        if (slot >= 0) & (slot < Int32(mState.shape[0])):
+            if tokens > 0:
+                rows = copies.fragments(self.length, self.vector, mX.element_type)
+                self.load_run(mX, rows, first, tokens, Int32(0), channel)
+                state = self.at_slot(mState, slot)
+                columns = self.before(state, begun, channel)
+                weights = self.columns_of(mWeight, channel, self.width, self.pieces[0])
+                rBias = self.bias(mBias, channel)
+                for begin in cutlass.range(0, tokens, self.length, unroll=1):
+                    for i in cutlass.range_constexpr(self.length):
+                        if begin + i < tokens:
+                            row = cute.make_rmem_tensor(self.vector, Float32)
+                            row.store(rows[i].load().to(Float32))
+                            given = [*columns[self.columns - (self.width - 1) :], row]
+                            result = self.sums(given, weights, rBias, mOut.element_type)
+                            copies.store(result, self.at(mOut, first + begin + i, channel))
+                            for c in cutlass.range_constexpr(self.columns - 1):
+                                columns[c].store(columns[c + 1].load())
+                            columns[-1].store(row.load())
+                    if begin + self.length < tokens:
+                        self.load_run(mX, rows, first, tokens, begin + self.length, channel)
+                self.store_columns(columns, state, channel)
+        else:
+            self.clear(mOut, (first, tokens, Int32(0), Int32(1)), channel)
+
+    @cute.jit
+    def clear(self, mOut: cute.Tensor, mine: tuple, channel: Int32):
+        first, tokens, part, runs = mine
+        zeros = cute.make_rmem_tensor(self.vector, mOut.element_type)
+        zeros.fill(0.0)
+        for t in cutlass.range(part, tokens, runs, unroll=1):
+            copies.store(zeros, self.at(mOut, first + t, channel))
 
     @cute.jit
     def run(
@@ -105,12 +168,7 @@ class _Conv:
         given = [*before, *rows]
         for i in cutlass.range_constexpr(self.length):
             if begin + i < tokens:
-                result = cute.make_rmem_tensor(self.vector, mOut.element_type)
-                for j in cutlass.range_constexpr(self.vector):
-                    total = rBias[j]
-                    for k in cutlass.range_constexpr(self.width):
-                        total = fma(weights[k][j], given[i + k][j], total)
-                    result[j] = (_silu(total) if self.silu else Float32(total)).to(mOut.element_type)
+                result = self.sums(given[i : i + self.width], weights, rBias, mOut.element_type)
                 copies.store(result, self.at(mOut, first + begin + i, channel))
 
     @cute.jit
@@ -119,16 +177,8 @@ class _Conv:
     ):
         """Tokens before the first to ``before``; the last ones of the sequence, or of its state, to the state."""
         (first, tokens), (slot, begun) = span, held
-        state = cute.make_tensor(
-            mState.iterator + Int64(slot) * mState.stride[0],
-            cute.make_layout((mState.shape[1], self.columns), stride=(mState.stride[1], mState.stride[2])),
-        )
-        old = copies.fragments(self.columns, self.vector, Float32)
-        for i in cutlass.range_constexpr(self.columns):
-            old[i].fill(0.0)
-        if begun != 0:
-            for i, column in enumerate(self.columns_of(state, channel, self.columns, self.packed[1])):
-                old[i].store(column.load())
+        state = self.at_slot(mState, slot)
+        old = self.before(state, begun, channel)
         for i in cutlass.range_constexpr(self.width - 1):
             before[i].store(old[self.columns - (self.width - 1) + i].load())
         kept = copies.fragments(self.columns, self.vector, Float32)
@@ -143,15 +193,51 @@ class _Conv:
                         kept[i].store(old[i + n].load())
         self.store_columns(kept, state, channel)
 
-    def columns_of(self, tensor: cute.Tensor, channel: Int32, count: int, packed: bool) -> list[cute.Tensor]:
+    def at_slot(self, mState: cute.Tensor, slot: Int32) -> cute.Tensor:
+        """(C, Ws)"""
+        return cute.make_tensor(
+            mState.iterator + Int64(slot) * mState.stride[0],
+            cute.make_layout((mState.shape[1], self.columns), stride=(mState.stride[1], mState.stride[2])),
+        )
+
+    def bias(self, mBias: cute.Tensor | None, channel: Int32) -> cute.Tensor:
+        rBias = cute.make_rmem_tensor(self.vector, Float32)
+        rBias.fill(0.0)
+        if mBias is not None:
+            for j in range(self.vector):
+                rBias[j] = Float32(mBias[channel + j])
+        return rBias
+
+    def sums(self, given: list, weights: list, rBias: cute.Tensor, dtype: Any) -> cute.Tensor:
+        """What comes out of a token, the last of ``given``."""
+        result = cute.make_rmem_tensor(self.vector, dtype)
+        for j in range(self.vector):
+            total = rBias[j]
+            for k in range(self.width):
+                total = fma(weights[k][j], given[k][j], total)
+            result[j] = (_silu(total) if self.silu else Float32(total)).to(dtype)
+        return result
+
+    @cute.jit
+    def before(self, state: cute.Tensor, begun: Int32, channel: Int32) -> list[cute.Tensor]:
+        """The columns of a state (C, Ws), zeros of a sequence that begins."""
+        old = copies.fragments(self.columns, self.vector, Float32)
+        for i in cutlass.range_constexpr(self.columns):
+            old[i].fill(0.0)
+        if begun != 0:
+            for i, column in enumerate(self.columns_of(state, channel, self.columns, self.pieces[1])):
+                old[i].store(column.load())
+        return old
+
+    def columns_of(self, tensor: cute.Tensor, channel: Int32, count: int, piece: int) -> list[cute.Tensor]:
         """The columns of this thread's channels of (C, count) in float32."""
         found = copies.fragments(count, self.vector, Float32)
-        if packed:
-            parts = copies.fragments(count, self.vector, tensor.element_type)
+        if piece > 1:
+            parts = copies.fragments(count * self.vector // piece, piece, tensor.element_type)
             for i, part in enumerate(parts):
-                copies.load(tensor.iterator + (channel * count + i * self.vector), part)
+                copies.load(tensor.iterator + (channel * count + i * piece), part)
             for e in range(count * self.vector):
-                found[e % count][e // count] = Float32(parts[e // self.vector][e % self.vector])
+                found[e % count][e // count] = Float32(parts[e // piece][e % piece])
         else:
             for i, column in enumerate(found):
                 for j in range(self.vector):
@@ -159,20 +245,25 @@ class _Conv:
         return found
 
     def store_columns(self, columns: list[cute.Tensor], tensor: cute.Tensor, channel: Int32) -> None:
-        count = len(columns)
-        parts = copies.fragments(count, self.vector, tensor.element_type)
+        count, piece = len(columns), self.pieces[1]
+        parts = copies.fragments(count * self.vector // piece, piece, tensor.element_type)
         for e in range(count * self.vector):
-            parts[e // self.vector][e % self.vector] = columns[e % count][e // count].to(tensor.element_type)
+            parts[e // piece][e % piece] = columns[e % count][e // count].to(tensor.element_type)
         for i, part in enumerate(parts):
-            if self.packed[1]:
-                copies.store(part, tensor.iterator + (channel * count + i * self.vector))
+            if piece > 1:
+                copies.store(part, tensor.iterator + (channel * count + i * piece))
             else:
-                for j in range(self.vector):
-                    e = i * self.vector + j
-                    tensor[channel + e // count, e % count] = part[j]
+                tensor[channel + i // count, i % count] = part[0]
 
     def at(self, tensor: cute.Tensor, token: Int32, channel: Int32) -> Any:
         return tensor.iterator + (Int64(token) * tensor.stride[0] + channel)
+
+    def load_run(
+        self, mX: cute.Tensor, rows: list[cute.Tensor], first: Int32, tokens: Int32, begin: Int32, channel: Int32
+    ) -> None:
+        """The run's tokens, behind the last the last again."""
+        for i, row in enumerate(rows):
+            copies.load(self.at(mX, first + cutlass.min(begin + i, tokens - 1), channel), row)
 
     def load(self, mX: cute.Tensor, token: Int32, channel: Int32) -> cute.Tensor:
         """A token's channels in float32."""
@@ -189,7 +280,8 @@ def trace(
     columns: int,
     vector: int,
     length: int,
-    packed: tuple[bool, bool],
+    ordered: bool,
+    pieces: tuple[int, int],
     silu: bool,
     bias: bool,
     past: bool,
@@ -203,19 +295,19 @@ def trace(
     def ids(*shape: Any) -> Any:
         return fake.tensor("i32", shape, (None,), align=4)
 
-    def small(count: int, packed: bool, shape: tuple, outer: tuple) -> Any:
-        if packed:
-            return fake.tensor(dtype, shape, (*outer, count, 1), align=vector * size)
+    def small(piece: int, count: int, shape: tuple, outer: tuple) -> Any:
+        if piece > 1:
+            return fake.tensor(dtype, shape, (*outer, count, 1), align=piece * size)
         return fake.tensor(dtype, shape, (None,) * len(shape), align=size)
 
     arguments = [
         rows(),
-        small(width, packed[0], (C, width), ()),
-        small(columns, packed[1], (fake.dim32(), C, columns), (fake.dim(vector),)),
+        small(pieces[0], width, (C, width), ()),
+        small(pieces[1], columns, (fake.dim32(), C, columns), (fake.dim(pieces[1]),)),
         (ids(fake.dim32()), ids(B), ids(B) if past else None),
         fake.tensor(dtype, (C,), (None,), align=size) if bias else None,
         rows(),
         Int32(1),
         fake.stream(),
     ]
-    return _Conv(width, columns, vector, length, packed, silu), arguments
+    return _Conv(width, columns, vector, length, ordered, pieces, silu), arguments

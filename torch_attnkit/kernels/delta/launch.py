@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -19,7 +20,8 @@ from .sm80.config import configure
 
 LANES = 8  # that have a row of the state together
 MOST_DIM = 256  # of a key's head: a lane holds K / 8 numbers of a row, and as many of q and k
-CHANNELS = 4  # of the convolution that a thread has
+CHANNELS = 4  # of the convolution that a thread has in prompts
+_BYTES = 16  # of a load
 
 
 def step(problem: StepProblem, target: Target) -> Callable[[StepOperands], None]:
@@ -91,35 +93,47 @@ def trace_rule(arch: str, **signature: Any) -> compile.Traced:
 
 
 def conv(problem: ConvProblem, target: Target) -> Callable[[ConvOperands], None]:
-    """What solves ``problem`` on ``target``. A thread has four channels where x and out allow it, else one."""
+    """What solves ``problem`` on ``target``. A thread has one channel where x and out do not allow more."""
     p = problem
     if p.empty:
         return lambda operands: None
-    even = p.channels % CHANNELS == 0 and p.steps[0] % CHANNELS == 0
-    packed = (
-        even and p.steps[2:4] == (p.width, 1),
-        even and p.steps[5:7] == (p.columns, 1) and p.steps[4] % CHANNELS == 0,
+    channels, length = thread_tile(p)
+    size, most = p.dtype.itemsize, _BYTES // p.dtype.itemsize if p.short else CHANNELS
+    even = p.channels % channels == 0 and p.steps[0] % channels == 0
+    of_weight, of_state = (math.gcd(channels * count, most) for count in (p.width, p.columns))
+    pieces = (
+        of_weight if even and p.steps[2:4] == (p.width, 1) else 1,
+        of_state if even and p.steps[5:7] == (p.columns, 1) and p.steps[4] % of_state == 0 else 1,
     )
-    odd = CHANNELS * p.dtype.itemsize - 1
 
     @functools.cache
-    def compiled(vector: int, packed: tuple[bool, bool]) -> Callable[..., None]:
+    def compiled(vector: int, pieces: tuple[int, int]) -> Callable[..., None]:
         return compile.launcher(
             target, p.device, trace_conv, dtype=short(p.dtype), width=p.width, columns=p.columns, vector=vector,
-            length=p.run, packed=packed, silu=p.silu, bias=p.bias, past=p.past,
+            length=length, ordered=p.short, pieces=pieces, silu=p.silu, bias=p.bias, past=p.past,
         )  # fmt: skip
 
-    compiled(CHANNELS if even else 1, packed)
+    compiled(channels if even else 1, pieces)
 
     def launch(o: ConvOperands) -> None:
-        wide = even and not (o.x.data_ptr() | o.out.data_ptr()) & odd
-        whole = tuple(
-            wide and lies and not t.data_ptr() & odd for lies, t in zip(packed, (o.weight, o.conv_state), strict=True)
+        wide = even and (o.x.data_ptr() | o.out.data_ptr()) % (channels * size) == 0
+        of_these = tuple(
+            piece if wide and t.data_ptr() % (piece * size) == 0 else 1
+            for piece, t in zip(pieces, (o.weight, o.conv_state), strict=True)
         )
         sequences = o.cu_seqlens, o.state_index, o.past
-        compiled(CHANNELS if wide else 1, whole)(o.x, o.weight, o.conv_state, sequences, o.bias, o.out, p.runs)
+        compiled(channels if wide else 1, of_these)(o.x, o.weight, o.conv_state, sequences, o.bias, o.out, p.runs)
 
     return launch
+
+
+def thread_tile(p: ConvProblem) -> tuple[int, int]:
+    """Channels that a thread has, and tokens that it loads at a time. In steps its state is one load where it can be:
+    those of a warp lie one behind the other."""
+    if not p.short:
+        return CHANNELS, p.run
+    state = p.columns * p.dtype.itemsize
+    return CHANNELS if _BYTES % state else _BYTES // state, 1 if p.tokens <= p.batch else p.run
 
 
 def trace_conv(arch: str, **signature: Any) -> compile.Traced:

@@ -136,6 +136,11 @@ class ConvProblem:
         return next((run for run in _RUNS if self.tokens <= run * self.batch), _RUNS[-1])
 
     @property
+    def short(self) -> bool:
+        """Steps: sequences have a run each, were all as long."""
+        return self.run == _RUNS[0]
+
+    @property
     def runs(self) -> int:
         """CTAs that share a sequence's runs, were all sequences as long."""
         return max(1, min(_MOST_RUNS, -(-self.tokens // (self.run * max(self.batch, 1)))))
