@@ -344,8 +344,9 @@ def of_norm(n: Norm, dtype: torch.dtype) -> Iterator[Asked]:
 
 
 def of_delta(d: Delta, dtype: torch.dtype) -> Iterator[Asked]:
-    """A token of a sequence and prompts, as ``attnkit_model`` has them. Plans of a step do not ask for heads and
-    sequences; those of prompts cut few heads otherwise than many, and the convolution's ask for tokens a sequence."""
+    """A token of a sequence, a few, and prompts, as ``attnkit_model`` has them. Plans of a step do not ask for heads
+    and sequences; those of prompts cut few heads otherwise than many, and the convolution's ask for tokens a
+    sequence."""
     keys, values, gates = (d.key_heads, d.dim), (d.value_heads, d.dim), (d.value_heads,)
     q, k, v, a, b = (meta(dtype, 1, 1, *sizes) for sizes in (keys, keys, values, gates, gates))
     state, slots = meta(_F32, 1, d.value_heads, d.dim, d.dim), meta(_I32, 1, 1)
@@ -353,7 +354,7 @@ def of_delta(d: Delta, dtype: torch.dtype) -> Iterator[Asked]:
         args = q, k, v, a, b, meta(rate, *gates), meta(bias, *gates), state, slots
         yield Asked("gated_delta_step", args, {})
     channels = 2 * d.key_heads * d.dim + d.value_heads * d.dim
-    for tokens in (1, 64):
+    for tokens in (1, 4, 64):
         convolved = meta(dtype, tokens, channels), meta(dtype, channels, 4), meta(dtype, 1, channels, 4)
         yield Asked("causal_conv1d", (*convolved, meta(_I32, 2), meta(_I32, 1)), {})
     for B in (1, 64):

@@ -19,7 +19,7 @@ CHANGES = {
         ("wide", "lower_bound", None),
     ],
     "gated_delta_rule": [("borders", "past", None), ("plain", "qk_l2norm", True)],
-    "causal_conv1d": [("borders", "past", None), ("two", "activation", "silu")],
+    "causal_conv1d": [("borders", "past", None), ("two", "activation", "silu"), ("steps-four", "past", None)],
 }  # fmt: skip
 
 

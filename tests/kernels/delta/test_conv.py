@@ -70,6 +70,21 @@ def test_a_prompt_in_parts_and_in_any_batch_has_the_same_bits(target):
     assert torch.equal(first[slot.long()], last[slot.long()])
 
 
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (3, 1)])
+@pytest.mark.parametrize("shifts", [(0, 0, 1), (0, 4, 0), (1, 0, 0), (0, 0, 8)])
+def test_a_step_finds_its_tensors_at_any_address(target, lengths, shifts):
+    """x, weight and conv_state so many elements behind an address that vectors of 16 bytes may have."""
+    gen = torch.Generator().manual_seed(0)
+    args = CASES.make(dict(lengths=lengths, C=24, W=4, Ws=4), torch.bfloat16, ("bias",), gen)[0]
+    buffers = [
+        torch.cat([t.new_ones(shift), t.flatten(), t.new_ones(8)]) for t, shift in zip(args, shifts, strict=False)
+    ]
+    moved = [b[shift : b.numel() - 8].view(t.shape) for b, t, shift in zip(buffers, args, shifts, strict=False)]
+    same(target, op(*moved, *args[3:]), op(*args))
+    assert torch.equal(moved[2], args[2])
+    assert buffers[2][: shifts[2]].eq(1).all() and buffers[2][-8:].eq(1).all()
+
+
 def test_slots_that_are_new_absent_or_without_tokens(target):
     x, weight, state, cu, index, bias, _ = made(tail=3)
     index[1] = -1

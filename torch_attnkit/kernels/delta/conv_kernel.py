@@ -81,7 +81,7 @@ class _Conv:
                 first = Int32(offsets[count])
             first = cutlass.min(cutlass.max(first, 0), limit)
             if channel < Int32(mX.shape[1]):
-                span = first, cutlass.min(last, limit) - first
+                span = first, cutlass.min(cutlass.max(last, first), limit) - first
                 self.step(mX, mWeight, mState, mBias, mOut, span, (slot, begun), channel)
         else:
             first = cutlass.min(cutlass.max(Int32(offsets[b]), 0), limit)
@@ -92,16 +92,16 @@ class _Conv:
                     begun = Int32(past[b])
             tokens = last - first
             if channel < Int32(mX.shape[1]):
-                mine = first, tokens, part, runs
-                self.prompt(mX, mWeight, mState, mBias, mOut, mine, (slot, begun), channel)
+                share = first, tokens, part, runs
+                self.prompt(mX, mWeight, mState, mBias, mOut, share, (slot, begun), channel)
 
     @cute.jit
     def prompt(
         self, mX: cute.Tensor, mWeight: cute.Tensor, mState: cute.Tensor, mBias: cute.Tensor | None, mOut: cute.Tensor,
-        mine: tuple, held: tuple, channel: Int32,
+        share: tuple, held: tuple, channel: Int32,
     ):  # fmt: skip
-        """``mine``: the sequence's first token, how many it has, the thread's first run, and what it is to the next."""
-        first, tokens, part, runs = mine
+        """``share``: the sequence's first token, how many it has, the thread's first run, and how far the next is."""
+        first, tokens, part, runs = share
         if (held[0] >= 0) & (held[0] < Int32(mState.shape[0])):
             weights = self.columns_of(mWeight, channel, self.width, self.pieces[0])
             rBias = self.bias(mBias, channel)
@@ -109,7 +109,7 @@ class _Conv:
                 span = first, tokens, run * self.length
                 self.run(mX, mState, mOut, span, held, channel, weights, rBias)
         else:
-            self.clear(mOut, mine, channel)
+            self.clear(mOut, share, channel)
 
     @cute.jit
     def step(
@@ -144,8 +144,8 @@ class _Conv:
             self.clear(mOut, (first, tokens, Int32(0), Int32(1)), channel)
 
     @cute.jit
-    def clear(self, mOut: cute.Tensor, mine: tuple, channel: Int32):
-        first, tokens, part, runs = mine
+    def clear(self, mOut: cute.Tensor, share: tuple, channel: Int32):
+        first, tokens, part, runs = share
         zeros = cute.make_rmem_tensor(self.vector, mOut.element_type)
         zeros.fill(0.0)
         for t in cutlass.range(part, tokens, runs, unroll=1):

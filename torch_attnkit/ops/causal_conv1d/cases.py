@@ -10,12 +10,15 @@ from torch_attnkit.core.op import Kernel
 from torch_attnkit.core.spec import DTYPES
 from torch_attnkit.oracle import sampling
 
-# Lengths beside the borders of runs of 4 and 16 tokens. past=1: every other sequence begins anew, in a slot of garbage;
-# absent: every so many sequences have no slot; tail: tokens behind the last sequence; view=1: x is columns of a wider
-# tensor, wide=1: states are; none=1: no activation.
+# Lengths beside the borders of runs of 1, 4 and 16 tokens, all 1 in steps; in "steps-padded" their mean is below that.
+# past=1: every other sequence begins anew, in a slot of garbage; absent: every so many sequences have no slot; tail:
+# tokens behind the last sequence; view=1: x is columns of a wider tensor, wide=1: states are; none=1: no activation.
 PARITY = {
     "qwen": dict(lengths=(40, 3), C=136, W=4, Ws=4, past=1),
     "steps": dict(lengths=(1, 1, 1, 1), C=64, W=4, Ws=3, absent=3),
+    "steps-four": dict(lengths=(1, 1, 1), C=72, W=4, Ws=4, past=1, absent=3),
+    "steps-odd": dict(lengths=(1, 1, 1), C=19, W=4, Ws=4),
+    "steps-padded": dict(lengths=(1, 3, 0, 0, 0), C=136, W=3, Ws=2, past=1, tail=1),
     "drafts": dict(lengths=(4, 1, 0, 9), C=72, W=4, Ws=6, past=1, wide=1),
     "borders": dict(lengths=(16, 0, 17, 2, 33), C=24, W=3, Ws=5, past=1, tail=3, view=1),
     "two": dict(lengths=(20, 1), C=19, W=2, Ws=1, none=1),
